@@ -1,0 +1,1 @@
+"""The model: its preparation, its prepared folder, and the lean decoder on torch."""
