@@ -63,8 +63,9 @@ fmt: setup  ## Format
 fmt-check:
 	@$(BIN)/ruff format --check $(SOURCES)
 
-lint:  ## Lint
+lint:  ## Lint Python and shell
 	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/shellcheck .ci/run
 
 types:  ## Strict types
 	@$(BIN)/basedpyright
