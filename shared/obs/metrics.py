@@ -1,0 +1,168 @@
+"""Every metric name of the system, its labels and buckets; nothing else names a metric.
+
+OpenTelemetry instruments, read as Prometheus text format 0.0.4. Scope labels and target info are off, so that the
+series carry exactly the labels named here.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import Counter as CounterInstrument
+from opentelemetry.metrics import Histogram as HistogramInstrument
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.resources import Resource
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+from shared.domain.request import TERMINAL_STATES
+
+KV_BLOCKS = "firsttoken_kv_blocks"
+REQUESTS = "firsttoken_requests"
+REQUESTS_TOTAL = "firsttoken_requests_total"
+TOKENS_COMPUTED_TOTAL = "firsttoken_tokens_computed_total"
+CANCEL_RELEASE_SECONDS = "firsttoken_cancel_release_seconds"
+STEP_SEQUENCES = "firsttoken_step_sequences"
+TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"  # OpenTelemetry's own name
+REFUSED_TOTAL = "firsttoken_refused_total"
+ACTIVE_STREAMS = "firsttoken_active_streams"
+OUTBOX_TOKENS = "firsttoken_outbox_tokens"
+
+# 1 ms to 10 s: a release takes one decode step (tens of ms) or, at worst, one prefill chunk of a large model.
+_RELEASE_BUCKETS_S = (
+    0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1,
+    0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0,
+)  # fmt: skip
+# The buckets that OpenTelemetry's GenAI conventions ask for.
+_FIRST_TOKEN_BUCKETS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+)  # fmt: skip
+_SEQUENCES_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+
+
+class Counter:
+    """Only grows. `add()` may be called from any thread."""
+
+    def __init__(self, instrument: CounterInstrument, labels: Mapping[str, str]) -> None:
+        self._instrument = instrument
+        self._labels = dict(labels)
+
+    def add(self, amount: int) -> None:
+        self._instrument.add(amount, self._labels)
+
+
+class LabelledCounter:
+    """A counter with one label, whose value is given with each `add`. Values come from a closed set."""
+
+    def __init__(self, instrument: CounterInstrument, label: str) -> None:
+        self._instrument = instrument
+        self._label = label
+
+    def add(self, value: str, amount: int = 1) -> None:
+        self._instrument.add(amount, {self._label: value})
+
+
+class Histogram:
+    """A distribution. `record()` may be called from any thread."""
+
+    def __init__(self, instrument: HistogramInstrument, labels: Mapping[str, str]) -> None:
+        self._instrument = instrument
+        self._labels = dict(labels)
+
+    def record(self, value: float) -> None:
+        self._instrument.record(value, self._labels)
+
+
+class Metrics:
+    """The instruments of one process. `name` is the worker's id (or the service's name), in the label `worker`."""
+
+    def __init__(self, role: str, name: str) -> None:
+        self.role = role
+        self.name = name
+        self._registry = CollectorRegistry(auto_describe=False)
+        reader = PrometheusMetricReader(disable_target_info=True, scope_info_enabled=False, registry=self._registry)
+        self._provider = MeterProvider(
+            metric_readers=[reader],
+            resource=Resource.create({"service.name": f"firsttoken-{role}", "service.instance.id": name}),
+            shutdown_on_exit=False,
+        )
+        meter = self._meter = self._provider.get_meter("firsttoken")
+        of_role = {"role": role}
+        self.requests_total = LabelledCounter(
+            meter.create_counter(REQUESTS_TOTAL, description="Requests that have ended"), "outcome"
+        )
+        self.refused_total = LabelledCounter(
+            meter.create_counter(REFUSED_TOTAL, description="Late or fenced input that was dropped"), "kind"
+        )
+        self.tokens_computed = Counter(
+            meter.create_counter(TOKENS_COMPUTED_TOTAL, description="Tokens that went through the model"), of_role
+        )
+        self.cancel_release_seconds = Histogram(
+            meter.create_histogram(
+                CANCEL_RELEASE_SECONDS,
+                description="From the request to cancel to the last block freed",
+                explicit_bucket_boundaries_advisory=_RELEASE_BUCKETS_S,
+            ),
+            {},
+        )
+        self.step_sequences = Histogram(
+            meter.create_histogram(
+                STEP_SEQUENCES,
+                description="Sequences in one engine step",
+                explicit_bucket_boundaries_advisory=_SEQUENCES_BUCKETS,
+            ),
+            of_role,
+        )
+        self.time_to_first_token = Histogram(
+            meter.create_histogram(
+                TIME_TO_FIRST_TOKEN,
+                unit="s",
+                description="From the request received to the first text sent",
+                explicit_bucket_boundaries_advisory=_FIRST_TOKEN_BUCKETS_S,
+            ),
+            {},
+        )
+
+    def kv_blocks(self, provider: Callable[[], Mapping[str, int]]) -> None:
+        """Block state -> count, asked at each scrape. Call once, in workers: it also starts their token counter."""
+        self.tokens_computed.add(0)
+        labels = {"role": self.role, "worker": self.name}
+        self._gauge(KV_BLOCKS, "Blocks of the KV pool", provider, labels, "state")
+
+    def requests(self, provider: Callable[[], Mapping[str, int]]) -> None:
+        """Live state -> requests, asked at each scrape. Call once, in the scheduler: each outcome is counted from 0."""
+        for outcome in TERMINAL_STATES:
+            self.requests_total.add(outcome.value, 0)
+        self._gauge(REQUESTS, "Live requests", provider, {}, "state")
+
+    def active_streams(self, provider: Callable[[], int]) -> None:
+        """Streams open to clients. Call once."""
+        self._gauge(ACTIVE_STREAMS, "Streams open to clients", lambda: {"": provider()}, {}, None)
+
+    def outbox_tokens(self, provider: Callable[[], int]) -> None:
+        """Tokens computed and not yet acknowledged. Call once."""
+        labels = {"worker": self.name}
+        self._gauge(OUTBOX_TOKENS, "Tokens not yet acknowledged", lambda: {"": provider()}, labels, None)
+
+    def _gauge(
+        self,
+        name: str,
+        description: str,
+        provider: Callable[[], Mapping[str, int]],
+        labels: Mapping[str, str],
+        label: str | None,
+    ) -> None:
+        def observe(_options: CallbackOptions) -> Iterable[Observation]:
+            for value, count in provider().items():
+                yield Observation(count, {**labels, label: value} if label else labels)
+
+        self._meter.create_observable_gauge(name, callbacks=[observe], description=description)
+
+    def render(self) -> bytes:
+        """Prometheus text. Takes a millisecond or so: call it from the loop, whose state the providers read."""
+        return generate_latest(self._registry)
+
+    content_type = CONTENT_TYPE_PLAIN_0_0_4
+
+    def close(self) -> None:
+        self._provider.shutdown()
