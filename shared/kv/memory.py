@@ -1,0 +1,73 @@
+"""The bytes of the paged KV cache, and a block's way in and out of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.domain.ids import BlockId
+from shared.kv.layout import NUM_HALVES, KvLayout
+
+
+class KvMemory:
+    """`num_blocks` blocks of zeroed memory, in the block form of `shared.kv.layout`.
+
+    Any thread may use it; that nobody reads or writes a block that another is writing is the owner's promise (a block
+    belongs to one sequence, and frames are copied in before the sequence joins a batch).
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.data: npt.NDArray[np.uint8] = np.zeros((num_blocks, layout.block_bytes), dtype=np.uint8)
+
+    def view(self) -> npt.NDArray[np.generic]:
+        """The same memory as [block, layer, K|V, kv head, slot, head_dim] of the layout's dtype; writes go through."""
+        layout = self.layout
+        shape = (
+            self.num_blocks,
+            layout.num_layers,
+            NUM_HALVES,
+            layout.num_kv_heads,
+            layout.block_size,
+            layout.head_dim,
+        )
+        return self.data.view(np.dtype(layout.dtype)).reshape(shape)
+
+    def read(self, block_ids: Sequence[BlockId], *, layer_start: int, layer_end: int, num_tokens: int) -> bytes:
+        """Layers [layer_start, layer_end) of each block in order, `num_tokens` valid positions in all.
+
+        Slots of the last block beyond the valid ones come out as zeros, whatever lies there. Raises ValueError when the
+        tokens do not end in the last block.
+        """
+        layout = self.layout
+        self._check_layers(layer_start, layer_end)
+        if layout.num_blocks_for(num_tokens) != len(block_ids):
+            raise ValueError(f"{num_tokens} tokens are not what {len(block_ids)} blocks hold")
+        picked = self._by_layer()[np.array(block_ids, dtype=np.int64), layer_start:layer_end]
+        num_in_last = num_tokens - (len(block_ids) - 1) * layout.block_size
+        if block_ids and num_in_last < layout.block_size:
+            last = picked[-1].reshape(layer_end - layer_start, NUM_HALVES * layout.num_kv_heads, layout.block_size, -1)
+            last[:, :, num_in_last:] = 0
+        return picked.tobytes()
+
+    def write(
+        self, block_ids: Sequence[BlockId], *, layer_start: int, layer_end: int, payload: bytes | memoryview
+    ) -> None:
+        """Set layers [layer_start, layer_end) of each block; ValueError when the payload has another length."""
+        layout = self.layout
+        self._check_layers(layer_start, layer_end)
+        expected = len(block_ids) * (layer_end - layer_start) * layout.layer_block_bytes
+        if len(payload) != expected:
+            raise ValueError(f"payload has {len(payload)} bytes, the range takes {expected}")
+        rows = np.frombuffer(payload, dtype=np.uint8).reshape(
+            len(block_ids), layer_end - layer_start, layout.layer_block_bytes
+        )
+        self._by_layer()[np.array(block_ids, dtype=np.int64), layer_start:layer_end] = rows
+
+    def _by_layer(self) -> npt.NDArray[np.uint8]:
+        return self.data.reshape(self.num_blocks, self.layout.num_layers, self.layout.layer_block_bytes)
+
+    def _check_layers(self, layer_start: int, layer_end: int) -> None:
+        if not 0 <= layer_start < layer_end <= self.layout.num_layers:
+            raise ValueError(f"layers [{layer_start}, {layer_end}) are not layers of {self.layout.num_layers}")
