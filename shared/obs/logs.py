@@ -1,7 +1,7 @@
 """Structured logs on stderr: JSON lines, or coloured text on a terminal. Values are fields, messages constant strings.
 
 Bind context with `structlog.contextvars.bound_contextvars(request_id=..., attempt=...)`.
-Never log prompt or output text.
+Never log prompt or output text: tracebacks are written without local variables for that reason.
 """
 
 import logging
@@ -26,9 +26,9 @@ def configure(role: str, level: str) -> None:
         _add_role(role),
     ]
     if sys.stderr.isatty():
-        ends: list[Processor] = [structlog.dev.ConsoleRenderer()]
+        ends: list[Processor] = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     else:
-        ends = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        ends = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=[*common, *ends],
         wrapper_class=structlog.make_filtering_bound_logger(number),

@@ -1,0 +1,132 @@
+"""What surrounds every handler of a server: the cluster token, and one way for errors to leave.
+
+Without `ErrorInterceptor` an exception would reach the client as UNKNOWN with its class and text, and a stray
+CancelledError would leave the client waiting for its deadline.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, TypeAlias, cast
+
+import grpc
+import grpc.aio
+
+from shared.domain.errors import ErrorCode, ServingError
+from shared.obs.logs import get_logger
+from shared.rpc.errors import status_of, trailing_metadata_of
+
+TOKEN_METADATA_KEY = "firsttoken-token"
+_OPEN_PREFIX = "/grpc.health.v1.Health/"  # probes hold no token
+
+# grpc's own handler types are generic over messages that an interceptor does not look at.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
+
+_log = get_logger("rpc")
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without the cluster token, except health checks. An empty token admits everyone."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    async def intercept_service(  # pyright: ignore[reportIncompatibleMethodOverride] - the stub is generic per call
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> "Handler | None":
+        handler = await continuation(handler_call_details)
+        if handler is None or not self._token or str(handler_call_details.method).startswith(_OPEN_PREFIX):
+            return handler
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        given = metadata.get(TOKEN_METADATA_KEY, "")
+        if hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._token):
+            return handler
+        return _wrapped(handler, _refuse, _refuse)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """ServingError -> its status and detail; anything else that a handler raises is a bug: logged, INTERNAL."""
+
+    async def intercept_service(  # pyright: ignore[reportIncompatibleMethodOverride] - the stub is generic per call
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> "Handler | None":
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = str(handler_call_details.method)
+        behaviour = _behaviour_of(handler)
+
+        async def unary(request: Any, context: Context) -> Any:
+            try:
+                return await behaviour(request, context)
+            except BaseException as error:  # noqa: BLE001 - told apart and passed on by the callee
+                await _abort(error, method, context)
+
+        async def stream(request: Any, context: Context) -> None:
+            # A coroutine that writes, not a generator: so the handler's generator is closed before the call ends.
+            try:
+                if not inspect.isasyncgenfunction(behaviour):
+                    await behaviour(request, context)
+                    return
+                async with contextlib.aclosing(behaviour(request, context)) as messages:
+                    async for message in messages:
+                        await context.write(message)
+            except BaseException as error:  # noqa: BLE001 - told apart and passed on by the callee
+                await _abort(error, method, context)
+
+        return _wrapped(handler, unary, stream)
+
+
+async def _refuse(_request: object, context: Context) -> NoReturn:
+    # Without an ErrorDetail: a wrong cluster token is our own mistake, no client may read it as "wrong API key".
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster token is missing or wrong")
+
+
+async def _abort(error: BaseException, method: str, context: Context) -> NoReturn:
+    """Ends the call with the status of `error`; re-raises what is grpc's own or a true cancellation."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise error
+        # Nobody cancelled the call: the handler waited for something that was cancelled.
+    elif isinstance(error, grpc.aio.AbortError) or not isinstance(error, Exception):
+        raise error
+    told = _serving_error_in(error)
+    if told is None:
+        _log.error("handler failed", method=method, exc_info=error)
+        told = ServingError(ErrorCode.INTERNAL, "internal error")
+    await context.abort(status_of(told), told.message, trailing_metadata_of(told))
+
+
+def _serving_error_in(error: BaseException) -> ServingError | None:
+    """Also out of the exception group that a handler's task group makes, if it holds nothing else."""
+    if isinstance(error, ServingError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        parts = [_serving_error_in(part) for part in group.exceptions]
+        return None if None in parts else parts[0]
+    return None
+
+
+def _behaviour_of(handler: Handler) -> Callable[..., Any]:
+    if handler.response_streaming:
+        behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
+    else:
+        behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary
+    assert behaviour is not None
+    return behaviour
+
+
+def _wrapped(handler: Handler, unary: Callable[..., Any], stream: Callable[..., Any]) -> Handler:
+    if handler.response_streaming:
+        make = (
+            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+        )
+        return make(stream, handler.request_deserializer, handler.response_serializer)
+    make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+    return make(unary, handler.request_deserializer, handler.response_serializer)
