@@ -23,8 +23,8 @@ class BlockState(StrEnum):
 class BlockPool:
     """A fixed number of blocks. One owner thread. Every call does all or nothing; misuse raises ValueError.
 
-    Blocks are given out in the order in which they became free, so one that has just been freed rests longest: a stray late
-    reader is then likely to be caught by a check instead of finding a stranger's tokens at once.
+    Blocks are given out in the order in which they became free, so one that has just been freed rests longest: a stray
+    late reader is then likely to be caught by a check instead of finding a stranger's tokens at once.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -1,7 +1,8 @@
 """The hand-over of KV as values: what frames a range of tokens makes, and what a receiver may do with one.
 
-Pure: bytes are read, copied and acknowledged by `shared.transfer`. A frame covers layers [layer_start, layer_end) of the
-blocks of tokens [token_start, token_end); a partly filled last block is sent whole, slots beyond `token_end` as zeros.
+Pure: bytes are read, copied and acknowledged by `shared.transfer`. A frame covers layers [layer_start, layer_end) of
+the blocks of tokens [token_start, token_end); a partly filled last block is sent whole, slots beyond `token_end` as
+zeros.
 
 The receiving machine (see `FrameReceiver`):
 
@@ -192,8 +193,8 @@ def payload_bytes(layout: KvLayout, frame: FrameRange) -> int:
 class FrameReceiver:
     """One transfer's receiving end: decides about every frame, touches no byte. One owner thread.
 
-    Nothing is ever written to a range that is held: after the commit decode writes into the last block itself, and a late
-    copy of a frame would wipe that out. For the same reason `is_complete` waits for every copy that has begun.
+    Nothing is ever written to a range that is held: after the commit decode writes into the last block itself, and a
+    late copy of a frame would wipe that out. For the same reason `is_complete` waits for every copy that has begun.
     """
 
     def __init__(

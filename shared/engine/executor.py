@@ -1,0 +1,109 @@
+"""What a service needs from an engine: chunks and rows in, token ids out. And how one sequence may fail alone."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import RequestKey, TokenId
+from shared.domain.request import FinishReason, RequestSpec
+from shared.kv.block_table import BlockTable
+from shared.kv.layout import KvLayout
+
+
+class SequenceFault(ServingError):
+    """One sequence cannot go on; the others of its step are not concerned.
+
+    Returned as a value by a step, raised where only one sequence is at hand.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """Prompt positions [start, end) of one sequence; positions before `start` are in the cache. May be empty."""
+
+    key: RequestKey
+    spec: RequestSpec
+    block_table: BlockTable
+    start: int
+    end: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRow:
+    """One token of one sequence: feed output token `index - 1`, get output token `index` (2 or more)."""
+
+    key: RequestKey
+    spec: RequestSpec
+    block_table: BlockTable
+    input_token: TokenId
+    index: int
+
+    @property
+    def position(self) -> int:
+        """Where the KV of the fed token goes: output token i lies at prompt length + i - 1."""
+        return self.spec.num_prompt_tokens + self.index - 2
+
+
+class Executor(Protocol):
+    """The model, or what stands in its place. All calls but `interrupt` come from the one engine thread.
+
+    `prefill` and `decode` answer member for member; a fault of one member leaves the results of the others as they
+    would be without it. Any other exception means that the whole step has failed.
+    """
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def window(self) -> int:
+        """Most tokens of a sequence, prompt and answer together."""
+        ...
+
+    @property
+    def eos_ids(self) -> frozenset[TokenId]: ...
+
+    def chunk_ends(self, key: RequestKey, spec: RequestSpec) -> tuple[int, ...]:
+        """Begin a prompt: where its chunks end.
+
+        Never falls, and the last is the prompt's length; a repeated end is a chunk that only takes time. Raises
+        SequenceFault.
+        """
+        ...
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[TokenId | SequenceFault | None]:
+        """One step over at most one chunk a prompt: writes their KV; output token 1 for a last chunk, else None."""
+        ...
+
+    def check_commit(self, key: RequestKey, spec: RequestSpec, block_table: BlockTable) -> None:
+        """Begin decoding on KV that was handed over; raises SequenceFault KV_CORRUPT if it can tell that it is wrong."""
+        ...
+
+    def decode(self, rows: Sequence[DecodeRow]) -> list[TokenId | SequenceFault]:
+        """One step over at most one row a sequence: writes the KV of the fed tokens, returns the next ones."""
+        ...
+
+    def release(self, key: RequestKey) -> None:
+        """Forget what is kept for a sequence; unknown keys are fine."""
+        ...
+
+    def interrupt(self) -> None:
+        """Any thread: the loop is stopping, return from a step as soon as you can. Results no longer matter."""
+        ...
+
+
+def finish_reason(
+    spec: RequestSpec, *, index: int, token_id: TokenId, eos_ids: Collection[TokenId]
+) -> FinishReason | None:
+    """Whether output token `index` ends the sequence, and why; the end token wins over the length."""
+    if token_id in eos_ids and not spec.ignore_eos:
+        return FinishReason.STOP
+    if index >= spec.max_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
+def internal_fault() -> SequenceFault:
+    """What a sequence ends with when a step broke for a reason that is nobody's business outside."""
+    return SequenceFault(ErrorCode.INTERNAL, "internal error")

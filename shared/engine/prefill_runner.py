@@ -1,0 +1,184 @@
+"""Prompts into chunks, chunks into shared steps: what the engine thread of a prefill worker drives."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from shared.domain.ids import RequestKey, TokenId
+from shared.domain.request import RequestSpec
+from shared.engine.batcher import pack_chunks
+from shared.engine.executor import Executor, PrefillChunk, SequenceFault
+from shared.engine.step_guard import StepGuard
+from shared.kv.block_table import BlockTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddPrompt:
+    """Compute the prompt of `spec` into the blocks of `block_table`; a key that is there already changes nothing."""
+
+    key: RequestKey
+    spec: RequestSpec
+    block_table: BlockTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropPrompt:
+    """Stop working on a prompt, if it is here; acknowledged by `PrefillStep.dropped` in any case."""
+
+    key: RequestKey
+
+
+PrefillCommand = AddPrompt | DropPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkDone:
+    """Positions [start, end) of a prompt have their KV; both are equal for a chunk that only took time."""
+
+    key: RequestKey
+    start: int
+    end: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillStep:
+    """What one step did, or answers to commands (`num_sequences` 0). A prompt is gone from the engine after its last chunk, its fault, or `dropped`."""
+
+    chunks: tuple[ChunkDone, ...]
+    first_tokens: Mapping[RequestKey, TokenId]
+    """Output token 1 of each prompt whose last chunk is among `chunks`."""
+    faults: Mapping[RequestKey, SequenceFault]
+    dropped: tuple[RequestKey, ...]
+    num_sequences: int
+    """Prompts that shared the step."""
+    num_tokens: int
+    """Prompt tokens computed."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    command: AddPrompt
+    ends: tuple[int, ...]
+    num_chunks_done: int = 0
+
+    @property
+    def start(self) -> int:
+        return self.ends[self.num_chunks_done - 1] if self.num_chunks_done else 0
+
+    @property
+    def end(self) -> int:
+        return self.ends[self.num_chunks_done]
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What `apply` has to tell before the next step."""
+
+    faults: dict[RequestKey, SequenceFault] = field(default_factory=dict[RequestKey, SequenceFault])
+    dropped: list[RequestKey] = field(default_factory=list[RequestKey])
+
+
+class PrefillRunner:
+    """Takes the oldest prompts first, one chunk of each a step, while the token budget lasts; the first chunk always fits.
+
+    Holds as many prompts as the worker adds: the scheduler gives at most two token budgets ahead, blocks bound the
+    rest.
+    """
+
+    def __init__(self, executor: Executor, *, token_budget: int, max_sequences: int) -> None:
+        self._executor = executor
+        self._token_budget = token_budget
+        self._max_sequences = max_sequences
+        self._prompts: dict[RequestKey, _Prompt] = {}  # in order of arrival
+        self._notes = _Notes()
+        self._guard = StepGuard()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._prompts)
+
+    def apply(self, command: PrefillCommand) -> None:
+        match command:
+            case AddPrompt(key=key, spec=spec):
+                if key in self._prompts:
+                    return
+                try:
+                    ends = self._executor.chunk_ends(key, spec)
+                except SequenceFault as fault:
+                    self._executor.release(key)
+                    self._notes.faults[key] = fault
+                    return
+                self._prompts[key] = _Prompt(command, ends)
+            case DropPrompt(key=key):
+                if self._prompts.pop(key, None) is not None:
+                    self._executor.release(key)
+                self._notes.dropped.append(key)
+            case _:
+                assert_never(command)
+
+    def acknowledge(self) -> PrefillStep | None:
+        if not (self._notes.faults or self._notes.dropped):
+            return None
+        notes, self._notes = self._notes, _Notes()
+        return PrefillStep(
+            chunks=(),
+            first_tokens={},
+            faults=notes.faults,
+            dropped=tuple(notes.dropped),
+            num_sequences=0,
+            num_tokens=0,
+        )
+
+    def step(self) -> PrefillStep | None:
+        if not self._prompts:
+            return None
+        prompts = list(self._prompts.values())
+        picked = pack_chunks(
+            (prompt.end - prompt.start for prompt in prompts),
+            token_budget=self._token_budget,
+            max_sequences=self._max_sequences,
+        )
+        chunks = [_next_chunk(prompts[place]) for place in picked]
+        results = self._guard.run(lambda: self._executor.prefill(chunks), len(chunks))
+        done: list[ChunkDone] = []
+        first_tokens: dict[RequestKey, TokenId] = {}
+        faults: dict[RequestKey, SequenceFault] = {}
+        for chunk, result in zip(chunks, results, strict=True):
+            if isinstance(result, SequenceFault):
+                faults[chunk.key] = result
+                self._remove(chunk.key)
+                continue
+            done.append(ChunkDone(key=chunk.key, start=chunk.start, end=chunk.end, is_last=chunk.is_last))
+            self._prompts[chunk.key].num_chunks_done += 1
+            if chunk.is_last:
+                if result is None:
+                    raise RuntimeError("the last chunk of a prompt gave no token")
+                first_tokens[chunk.key] = result
+                self._remove(chunk.key)
+        return PrefillStep(
+            chunks=tuple(done),
+            first_tokens=first_tokens,
+            faults=faults,
+            dropped=(),
+            num_sequences=len(chunks),
+            num_tokens=sum(chunk.end - chunk.start for chunk in done),
+        )
+
+    def interrupt(self) -> None:
+        self._executor.interrupt()
+
+    def _remove(self, key: RequestKey) -> None:
+        del self._prompts[key]
+        self._executor.release(key)
+
+
+def _next_chunk(prompt: _Prompt) -> PrefillChunk:
+    return PrefillChunk(
+        key=prompt.command.key,
+        spec=prompt.command.spec,
+        block_table=prompt.command.block_table,
+        start=prompt.start,
+        end=prompt.end,
+        is_last=prompt.num_chunks_done == len(prompt.ends) - 1,
+    )
