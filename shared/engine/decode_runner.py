@@ -64,7 +64,10 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStep:
-    """What one step did, or answers to commands (`num_sequences` 0). No step uses the blocks of a sequence after its `finish`, its fault, or `left`."""
+    """What one step did, or answers to commands (then `num_sequences` is 0).
+
+    No step uses the blocks of a sequence after its `finish`, its fault, or `left`.
+    """
 
     joined: tuple[RequestKey, ...]
     """Sequences whose KV was found good and that are in the batch from this step on."""

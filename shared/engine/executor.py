@@ -77,7 +77,7 @@ class Executor(Protocol):
         ...
 
     def check_commit(self, key: RequestKey, spec: RequestSpec, block_table: BlockTable) -> None:
-        """Begin decoding on KV that was handed over; raises SequenceFault KV_CORRUPT if it can tell that it is wrong."""
+        """Begin decoding on KV that was handed over; raises SequenceFault KV_CORRUPT if it sees that it is wrong."""
         ...
 
     def decode(self, rows: Sequence[DecodeRow]) -> list[TokenId | SequenceFault]:

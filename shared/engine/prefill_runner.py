@@ -43,7 +43,10 @@ class ChunkDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillStep:
-    """What one step did, or answers to commands (`num_sequences` 0). A prompt is gone from the engine after its last chunk, its fault, or `dropped`."""
+    """What one step did, or answers to commands (then `num_sequences` is 0).
+
+    A prompt is gone from the engine after its last chunk, its fault, or `dropped`.
+    """
 
     chunks: tuple[ChunkDone, ...]
     first_tokens: Mapping[RequestKey, TokenId]
@@ -80,7 +83,7 @@ class _Notes:
 
 
 class PrefillRunner:
-    """Takes the oldest prompts first, one chunk of each a step, while the token budget lasts; the first chunk always fits.
+    """Takes the oldest prompts first, one chunk of each a step, while the token budget lasts.
 
     Holds as many prompts as the worker adds: the scheduler gives at most two token budgets ahead, blocks bound the
     rest.

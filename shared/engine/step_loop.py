@@ -98,7 +98,7 @@ class StepLoop(Generic[_Command, _Report]):
         return 0.0 if busy_since is None else max(self._clock.monotonic() - busy_since, 0.0)
 
     async def stop(self) -> None:
-        """End the thread at the next border, dropping what waits; idempotent. Gives up on a stuck step at MAX_STOP_S."""
+        """End the thread at the next border, dropping what waits; idempotent. Leaves a stuck step after MAX_STOP_S."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -121,8 +121,7 @@ class StepLoop(Generic[_Command, _Report]):
                     if report is not None:
                         self._undelivered.acquire()
                         _call(event_loop, self._deliver_one, report)
-        except BaseException as error:  # noqa: BLE001 - the root of a thread: the process must learn that its engine is
-        dead
+        except BaseException as error:  # noqa: BLE001 - root of a thread: the process must learn of it
             _call(event_loop, self._on_dead, error)
         finally:
             self._busy_since = None
