@@ -1,0 +1,398 @@
+"""The life of a request: the record, the one table of transitions, and `advance`.
+
+Everything about transitions is in this file. It imports nothing but `shared.domain`; time comes in as an argument.
+`advance` returns the new record with an ordered tuple of effects and performs none. Every (state, event) pair is a row
+of `TABLE`, a name in `IGNORED`, or raises `IllegalTransition` and changes nothing; `docs/lifecycle.md` shows them all.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeAlias
+
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Attempt, Incarnation, RequestId
+from shared.domain.lifecycle_events import (
+    FENCED,
+    Abort,
+    Admitted,
+    AnswerComplete,
+    AttemptFailed,
+    CancelRequested,
+    CapacityLost,
+    DeadlinePassed,
+    Effect,
+    Event,
+    Hold,
+    KvCommitted,
+    Persist,
+    PlacementChosen,
+    PlacementWritten,
+    Preempted,
+    PrefillDone,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    SequenceDone,
+    StartPrefill,
+    TellOutcome,
+    TellPlaced,
+    TellQueued,
+    WorkerGone,
+    WorkerLost,
+    WriteStep,
+)
+from shared.domain.request import TERMINAL_STATES, CancelReason, Outcome, RequestSpec, RequestState, Role
+from shared.domain.worker import KvTarget, WorkerRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """What the scheduler knows of a request. Replaced as a whole by `advance`, never changed in place."""
+
+    spec: RequestSpec
+    state: RequestState
+    attempt: Attempt
+    """Grows on each entry to QUEUED, so that a refused or lost attempt is fenced."""
+    gateway_incarnation: Incarnation
+    admitted_at: float
+    admitted_unix_ms: int
+    entered_at: float
+    num_retries: int = 0
+    prefill: WorkerRef | None = None
+    decode: WorkerRef | None = None
+    target: KvTarget | None = None
+    attach_ticket: bytes = b""
+    holds: tuple[Hold, ...] = ()
+    """Workers commanded for the current attempt and not yet asked to release it."""
+    unreleased: tuple[Hold, ...] = ()
+    """Workers asked to release an attempt that have not answered. Empty means that nothing is held anywhere."""
+    outcome: Outcome | None = None
+    """Fixed on entry to ABORTING or to an end; its `blocks_freed` follows the acknowledgements."""
+    completion_tokens: int = 0
+    cancel_asked_at: float | None = None
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.spec.request_id
+
+    @property
+    def is_settled(self) -> bool:
+        """Ended, and every worker has let go."""
+        return self.state in TERMINAL_STATES and not self.unreleased
+
+
+# ---- results
+
+
+class Verdict(Enum):
+    """What the table made of an event."""
+
+    TAKEN = "taken"
+    IGNORED = "ignored"
+    STALE = "stale"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The record after an event, what is to be done now, and what became of the event."""
+
+    record: RequestRecord
+    effects: tuple[Effect, ...] = ()
+    verdict: Verdict = Verdict.TAKEN
+
+
+class IllegalTransition(Exception):
+    """An event that cannot happen in this state: a bug of whoever sent it. Nothing was changed."""
+
+    def __init__(self, state: RequestState | None, event: Event) -> None:
+        super().__init__(f"{type(event).__name__} in {state}")
+        self.state = state
+        self.event = event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryRule:
+    """When a failed attempt goes back to the queue. A guard, not a state."""
+
+    max_retries: int = 0
+
+    def can_retry(self, record: RequestRecord, error: ServingError) -> bool:
+        return error.row.is_retryable and record.num_retries < self.max_retries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row: the states it may lead to, who reports the event, what it does."""
+
+    nexts: tuple[RequestState, ...]
+    reported_by: str
+    apply: "Handler"
+
+
+def advance(record: RequestRecord | None, event: Event, now: float, rule: RetryRule) -> Step:
+    """The one way a record changes. `record` is None before Admitted. Raises IllegalTransition and changes nothing."""
+    if record is None:
+        if not isinstance(event, Admitted):
+            raise IllegalTransition(None, event)
+        return _admit(event, now)
+    if isinstance(event, FENCED) and event.attempt != record.attempt:
+        return Step(record=record, verdict=Verdict.STALE)
+    row = TABLE.get((record.state, type(event)))
+    if row is not None:
+        return row.apply(record, event, now, rule)
+    if (record.state, type(event)) in IGNORED:
+        return Step(record=record, verdict=Verdict.IGNORED)
+    raise IllegalTransition(record.state, event)
+
+
+def _admit(event: Admitted, now: float) -> Step:
+    record = RequestRecord(
+        spec=event.spec,
+        state=RequestState.QUEUED,
+        attempt=Attempt(1),
+        gateway_incarnation=event.gateway_incarnation,
+        admitted_at=now,
+        admitted_unix_ms=event.unix_ms,
+        entered_at=now,
+    )
+    return Step(record=record, effects=(Persist(step=WriteStep.ADMITTED), TellQueued()))
+
+
+def _placement_chosen(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    assert isinstance(event, PlacementChosen)
+    placed = _enter(record, RequestState.PLACING, now, prefill=event.prefill, decode=event.decode)
+    return Step(record=placed, effects=(Persist(step=WriteStep.PLACED),))
+
+
+def _placement_written(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    if record.decode is None or record.holds:
+        return Step(record=record, verdict=Verdict.IGNORED)  # said twice: Reserve is on its way
+    hold = Hold(worker=record.decode, role=Role.DECODE, attempt=record.attempt)
+    return Step(
+        record=replace(record, holds=(*record.holds, hold)),
+        effects=(Reserve(worker=record.decode, attempt=record.attempt),),
+    )
+
+
+def _reserved(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    assert isinstance(event, Reserved)
+    assert record.prefill is not None
+    hold = Hold(worker=record.prefill, role=Role.PREFILL, attempt=record.attempt)
+    reserved = replace(
+        _enter(record, RequestState.PREFILLING, now),
+        target=event.target,
+        attach_ticket=event.attach_ticket,
+        holds=(*record.holds, hold),
+    )
+    start = StartPrefill(worker=record.prefill, attempt=record.attempt, target=event.target)
+    return Step(record=reserved, effects=(start, TellPlaced()))
+
+
+def _reserve_refused(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    # Refused means that nothing was taken: there is nothing to release. It costs no retry.
+    return Step(record=_requeued(replace(record, holds=()), now), effects=(TellQueued(),))
+
+
+def _to(state: RequestState) -> "Handler":
+    def enter(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+        return Step(record=_enter(record, state, now))
+
+    return enter
+
+
+def _finished(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    assert isinstance(event, SequenceDone | AnswerComplete)
+    outcome = Outcome(state=RequestState.FINISHED, finish_reason=event.finish_reason)
+    finished = replace(
+        _enter(record, RequestState.FINISHED, now),
+        outcome=outcome,
+        completion_tokens=event.completion_tokens,
+        unreleased=(*record.unreleased, *record.holds),
+        holds=(),
+    )
+    releases = tuple(Release(hold=hold) for hold in record.holds)
+    return Step(record=finished, effects=(TellOutcome(outcome=outcome), Persist(step=WriteStep.OUTCOME), *releases))
+
+
+def _attempt_failed(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    assert isinstance(event, AttemptFailed)
+    if record.state is RequestState.DECODING and event.role is Role.PREFILL:
+        return Step(record=record, verdict=Verdict.IGNORED)  # decode has all it needs
+    if rule.can_retry(record, event.error):
+        return _abort_and_requeue(replace(record, num_retries=record.num_retries + 1), now)
+    return _end(record, Outcome(state=RequestState.FAILED, error=event.error), now)
+
+
+def _preempted(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    return _abort_and_requeue(record, now)  # costs no retry
+
+
+def _cancelled(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    assert isinstance(event, CancelRequested)
+    code = ErrorCode.SLOW_CLIENT if event.reason is CancelReason.SLOW_CLIENT else ErrorCode.CANCELLED
+    outcome = Outcome(
+        state=RequestState.CANCELLED, error=ServingError(code, f"the request was cancelled: {event.reason.value}")
+    )
+    return _end(replace(record, cancel_asked_at=now), outcome, now)
+
+
+def _deadline_passed(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    error = ServingError(ErrorCode.DEADLINE_EXCEEDED, "the deadline of the request has passed")
+    return _end(record, Outcome(state=RequestState.FAILED, error=error), now)
+
+
+def _capacity_lost(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    error = ServingError(ErrorCode.NO_CAPACITY, "no worker that could serve the request is ready")
+    return _end(record, Outcome(state=RequestState.FAILED, error=error), now)
+
+
+def _released(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    assert isinstance(event, Released)
+    key = (event.worker.worker_id, event.worker.incarnation, event.released_attempt)
+    left = tuple(hold for hold in record.unreleased if hold.key != key)
+    if len(left) == len(record.unreleased):
+        return Step(record=record, verdict=Verdict.IGNORED)  # answered twice
+    outcome = record.outcome
+    if outcome is not None:
+        outcome = replace(outcome, blocks_freed=outcome.blocks_freed + event.blocks_freed)
+    return _settle(replace(record, unreleased=left, outcome=outcome), now)
+
+
+def _worker_lost(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    assert isinstance(event, WorkerLost)
+
+    def marked(holds: tuple[Hold, ...]) -> tuple[Hold, ...]:
+        return tuple(replace(hold, is_lost=True) if hold.worker == event.worker else hold for hold in holds)
+
+    return _settle(replace(record, holds=marked(record.holds), unreleased=marked(record.unreleased)), now)
+
+
+def _worker_gone(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    assert isinstance(event, WorkerGone)
+
+    def kept(holds: tuple[Hold, ...]) -> tuple[Hold, ...]:
+        return tuple(hold for hold in holds if hold.worker != event.worker)
+
+    return _settle(replace(record, holds=kept(record.holds), unreleased=kept(record.unreleased)), now)
+
+
+def _enter(
+    record: RequestRecord,
+    state: RequestState,
+    now: float,
+    *,
+    prefill: WorkerRef | None = None,
+    decode: WorkerRef | None = None,
+) -> RequestRecord:
+    return replace(
+        record, state=state, entered_at=now, prefill=prefill or record.prefill, decode=decode or record.decode
+    )
+
+
+def _requeued(record: RequestRecord, now: float) -> RequestRecord:
+    return replace(
+        record,
+        state=RequestState.QUEUED,
+        attempt=Attempt(record.attempt + 1),
+        entered_at=now,
+        prefill=None,
+        decode=None,
+        target=None,
+        attach_ticket=b"",
+    )
+
+
+def _abort_and_requeue(record: RequestRecord, now: float) -> Step:
+    requeued = replace(_requeued(record, now), unreleased=(*record.unreleased, *record.holds), holds=())
+    return Step(record=requeued, effects=(*(Abort(hold=hold) for hold in record.holds), TellQueued()))
+
+
+def _end(record: RequestRecord, outcome: Outcome, now: float) -> Step:
+    """To ABORTING, or straight to the end where no living worker holds this attempt. The client is told at once."""
+    if not record.holds:
+        ended = replace(_enter(record, outcome.state, now), outcome=outcome)
+        return Step(record=ended, effects=(TellOutcome(outcome=outcome), Persist(step=WriteStep.OUTCOME)))
+    unreleased = (*record.unreleased, *record.holds)
+    aborts = tuple(Abort(hold=hold) for hold in record.holds)
+    aborting = replace(_enter(record, RequestState.ABORTING, now), outcome=outcome, unreleased=unreleased, holds=())
+    settled = _settle(aborting, now)
+    return Step(record=settled.record, effects=(*aborts, TellOutcome(outcome=outcome), *settled.effects))
+
+
+def _settle(record: RequestRecord, now: float) -> Step:
+    """ABORTING ends when every hold that is left is a lost worker's."""
+    if record.state is not RequestState.ABORTING or not all(hold.is_lost for hold in record.unreleased):
+        return Step(record=record)
+    assert record.outcome is not None
+    return Step(record=_enter(record, record.outcome.state, now), effects=(Persist(step=WriteStep.OUTCOME),))
+
+
+Handler: TypeAlias = Callable[[RequestRecord, Event, float, RetryRule], Step]
+
+_QUEUED, _PLACING, _PREFILLING = RequestState.QUEUED, RequestState.PLACING, RequestState.PREFILLING
+_TRANSFERRING, _DECODING, _ABORTING = RequestState.TRANSFERRING, RequestState.DECODING, RequestState.ABORTING
+_FINISHED, _CANCELLED, _FAILED = RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED
+PLACED_STATES = (_PLACING, _PREFILLING, _TRANSFERRING, _DECODING)
+_DECODE, _SCHEDULER = "decode worker", "scheduler"
+
+
+def _build_table() -> dict[tuple[RequestState, type[Event]], Row]:
+    table: dict[tuple[RequestState, type[Event]], Row] = {
+        (_QUEUED, PlacementChosen): Row(nexts=(_PLACING,), reported_by="placement", apply=_placement_chosen),
+        (_QUEUED, AnswerComplete): Row(nexts=(_FINISHED,), reported_by="gateway", apply=_finished),
+        (_QUEUED, CancelRequested): Row(nexts=(_CANCELLED,), reported_by="gateway or Redis mark", apply=_cancelled),
+        (_QUEUED, DeadlinePassed): Row(nexts=(_FAILED,), reported_by="clock", apply=_deadline_passed),
+        (_QUEUED, CapacityLost): Row(nexts=(_FAILED,), reported_by="clock", apply=_capacity_lost),
+        (_PLACING, PlacementWritten): Row(nexts=(_PLACING,), reported_by="record store", apply=_placement_written),
+        (_PLACING, Reserved): Row(nexts=(_PREFILLING,), reported_by=_DECODE, apply=_reserved),
+        (_PLACING, ReserveRefused): Row(nexts=(_QUEUED,), reported_by=_DECODE, apply=_reserve_refused),
+        (_PREFILLING, PrefillDone): Row(nexts=(_TRANSFERRING,), reported_by="prefill worker", apply=_to(_TRANSFERRING)),
+        (_DECODING, Preempted): Row(nexts=(_QUEUED,), reported_by=_DECODE, apply=_preempted),
+    }
+    for state in (_PREFILLING, _TRANSFERRING):
+        table[state, KvCommitted] = Row(nexts=(_DECODING,), reported_by=_DECODE, apply=_to(_DECODING))
+    for state in (_PREFILLING, _TRANSFERRING, _DECODING):
+        table[state, SequenceDone] = Row(nexts=(_FINISHED,), reported_by=_DECODE, apply=_finished)
+    for state in PLACED_STATES:
+        # Straight to the end where nothing was commanded yet or every holder is lost.
+        table[state, CancelRequested] = Row(
+            nexts=(_ABORTING, _CANCELLED), reported_by="gateway or Redis mark", apply=_cancelled
+        )
+        table[state, DeadlinePassed] = Row(nexts=(_ABORTING, _FAILED), reported_by="clock", apply=_deadline_passed)
+        table[state, AttemptFailed] = Row(
+            nexts=(_QUEUED, _ABORTING, _FAILED), reported_by="worker or lost session", apply=_attempt_failed
+        )
+    for state in RequestState:
+        nexts = (_ABORTING, _CANCELLED, _FAILED) if state is _ABORTING else (state,)
+        table[state, Released] = Row(nexts=nexts, reported_by="worker", apply=_released)
+        table[state, WorkerLost] = Row(nexts=nexts, reported_by=_SCHEDULER, apply=_worker_lost)
+        table[state, WorkerGone] = Row(nexts=nexts, reported_by=_SCHEDULER, apply=_worker_gone)
+    return table
+
+
+def _build_ignored() -> dict[tuple[RequestState, type[Event]], str]:
+    ignored: dict[tuple[RequestState, type[Event]], str] = {
+        (_DECODING, PrefillDone): "overtaken by KvCommitted",
+        (_TRANSFERRING, PrefillDone): "said twice",
+        (_DECODING, KvCommitted): "said twice",
+    }
+    for state in (_PREFILLING, _TRANSFERRING, _DECODING):
+        ignored[state, PlacementWritten] = "said twice"
+        ignored[state, Reserved] = "said twice"
+    said_earlier = (
+        PlacementWritten, Reserved, ReserveRefused, PrefillDone, KvCommitted, SequenceDone, Preempted, AttemptFailed,
+        AnswerComplete, CancelRequested, DeadlinePassed, CapacityLost,
+    )  # fmt: skip
+    for state in (_ABORTING, *sorted(TERMINAL_STATES)):
+        for event in said_earlier:
+            ignored[state, event] = "the end is fixed; said before its reporter knew"
+    for state in PLACED_STATES:
+        ignored[state, CapacityLost] = "placed in the meantime"
+    return ignored
+
+
+TABLE = _build_table()
+IGNORED = _build_ignored()
