@@ -118,12 +118,12 @@ async def open_request(
     *,
     body: Any = None,
     raw_body: bytes | None = None,
-    headers: Mapping[str, str] | None = None,
+    headers: Mapping[str, str | None] | None = None,
     receive_buffer: int | None = None,
 ) -> AsyncGenerator[HttpStream]:
     """Sends one request and reads the head of its answer. Leaving the context closes the connection.
 
-    `receive_buffer` bounds what this client takes in without reading: for the tests with a slow reader.
+    A header whose value is None is not sent. `receive_buffer` bounds what this client takes in without reading: for the tests with a slow reader.
     """
     content = raw_body if raw_body is not None else b"" if body is None else json.dumps(body).encode()
     raw = socket.socket()
@@ -138,10 +138,16 @@ async def open_request(
         raw.close()
         raise
     try:
-        sent = {"Host": f"{LOOPBACK}:{port}", "Connection": "close", "Content-Length": str(len(content))}
+        sent: dict[str, str | None] = {
+            "Host": f"{LOOPBACK}:{port}",
+            "Connection": "close",
+            "Content-Length": str(len(content)),
+        }
         if content:
             sent["Content-Type"] = "application/json"
-        lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in {**sent, **(headers or {})}.items()), "", ""]
+        sent.update(headers or {})
+        fields = [f"{name}: {value}" for name, value in sent.items() if value is not None]
+        lines = [f"{method} {path} HTTP/1.1", *fields, "", ""]
         writer.write("\r\n".join(lines).encode() + content)
         stream = HttpStream(reader, writer)
         await stream.read_head()
@@ -162,7 +168,7 @@ async def exchange(
     *,
     body: Any = None,
     raw_body: bytes | None = None,
-    headers: Mapping[str, str] | None = None,
+    headers: Mapping[str, str | None] | None = None,
 ) -> HttpAnswer:
     """One request and its whole answer."""
     async with open_request(port, method, path, body=body, raw_body=raw_body, headers=headers) as stream:
