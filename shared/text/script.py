@@ -1,9 +1,9 @@
 """The JSON script that takes the model's place when the system runs scripted.
 
-A script is `{"pieces": ["text", {"hex": "e4ba"}], "repeat": 1, "prefill_ms": 0, "step_ms": 0, "eos": true, "fail_at": null}`;
-only `pieces` is required. Its UTF-8 bytes are the prompt, one token a byte, so whoever holds the prompt can rebuild the table
-of token ids: 0-255 are bytes, 256 + k is the k-th distinct piece in order of first appearance (a one-byte piece too gets an
-id of its own), and one fixed id beyond all pieces ends the answer.
+A script is `{"pieces": ["text", {"hex": "e4ba"}], "repeat": 1, "prefill_ms": 0, "step_ms": 0, "eos": true, "fail_at":
+null}`; only `pieces` is required. Its UTF-8 bytes are the prompt, one token a byte, so whoever holds the prompt can
+rebuild the table of token ids: 0-255 are bytes, 256 + k is the k-th distinct piece in order of first appearance (a
+one-byte piece too gets an id of its own), and one fixed id beyond all pieces ends the answer.
 """
 
 import json
