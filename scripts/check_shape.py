@@ -1,0 +1,95 @@
+"""The shape of the tree, held by a machine: file sizes, a test file for each module, nothing empty."""
+
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("gateway", "scheduler", "prefill_worker", "decode_worker", "shared", "cli")
+GENERATED = ROOT / "shared" / "wire"
+
+MAX_LINES = 500  # a file that long holds more than one idea
+MAX_P90_LINES = 350
+MAX_MEDIAN_LINES = 150
+
+# Modules without a unit test of their own, each with the reason. A reason that no longer holds is an error too.
+TESTED_ELSEWHERE: dict[str, str] = {}
+
+# Every package has these two; what they do is seen when the process runs.
+WIRING = {"__main__.py": "starts the process: every integration test runs it"}
+
+
+def modules() -> list[Path]:
+    """Hand-written modules of the six packages, relative to the root."""
+    found = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return sorted(path.relative_to(ROOT) for path in found if GENERATED not in path.parents)
+
+
+def python_files() -> list[Path]:
+    """Modules, scripts and tests."""
+    others = [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    return [*modules(), *sorted(path.relative_to(ROOT) for path in others)]
+
+
+def num_lines(path: Path) -> int:
+    """Of one file."""
+    return len((ROOT / path).read_text().splitlines())
+
+
+def size_problems() -> list[str]:
+    """Too long, or long as a habit."""
+    problems = [
+        f"{path}: {lines} lines, at most {MAX_LINES}: split it"
+        for path in python_files()
+        if (lines := num_lines(path)) > MAX_LINES
+    ]
+    sizes = sorted(num_lines(path) for path in modules() if path.name != "__init__.py")
+    median, p90 = statistics.median(sizes), sizes[int(len(sizes) * 0.9)]
+    if median > MAX_MEDIAN_LINES:
+        problems.append(f"the median module has {median:.0f} lines, at most {MAX_MEDIAN_LINES}")
+    if p90 > MAX_P90_LINES:
+        problems.append(f"one module in ten has {p90} lines or more, at most {MAX_P90_LINES}")
+    return problems
+
+
+def unit_tests_of(module: Path) -> list[Path]:
+    """tests/unit mirrors the packages; a module's tests may be split: test_<module>.py, test_<module>_<part>.py."""
+    folder = ROOT / "tests" / "unit" / module.parent
+    return sorted([*folder.glob(f"test_{module.stem}.py"), *folder.glob(f"test_{module.stem}_*.py")])
+
+
+def mapping_problems() -> list[str]:
+    """A module without tests, an excuse that is not needed or has no module, a test without a module."""
+    problems: list[str] = []
+    known = {str(path) for path in modules()}
+    for module in modules():
+        if module.name == "__init__.py" or module.name in WIRING:
+            continue
+        has_tests, has_excuse = bool(unit_tests_of(module)), str(module) in TESTED_ELSEWHERE
+        if not has_tests and not has_excuse:
+            problems.append(f"{module}: no tests/unit/{module.parent}/test_{module.stem}.py")
+        if has_tests and has_excuse:
+            problems.append(f"{module}: has tests now, take it off the list in {Path(__file__).name}")
+    problems += [f"{name}: named in {Path(__file__).name}, but gone" for name in TESTED_ELSEWHERE if name not in known]
+    claimed = {test for module in modules() for test in unit_tests_of(module)}
+    for package in PACKAGES:
+        for test in sorted((ROOT / "tests" / "unit" / package).rglob("test_*.py")):
+            if test not in claimed:
+                problems.append(f"{test.relative_to(ROOT)}: there is no module that it tests")
+    return problems
+
+
+def empty_problems() -> list[str]:
+    """Only a package's __init__ may be empty."""
+    return [f"{path}: empty" for path in python_files() if path.name != "__init__.py" and num_lines(path) == 0]
+
+
+def main() -> None:
+    """Lists everything that is wrong."""
+    problems = [*size_problems(), *mapping_problems(), *empty_problems()]
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()
