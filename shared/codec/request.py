@@ -65,16 +65,16 @@ def spec_from_wire(spec: common_pb2.RequestSpec) -> RequestSpec:
         raise ServingError(ErrorCode.INVALID_REQUEST, f"request spec: {error}") from error
 
 
-def finish_reason_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:
+def finish_reason_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.ValueType":
     return common_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_TO_WIRE[reason]
 
 
-def finish_reason_from_wire(reason: common_pb2.FinishReason) -> FinishReason | None:
+def finish_reason_from_wire(reason: "common_pb2.FinishReason.ValueType") -> FinishReason | None:
     """None where the wire says nothing."""
     return _FINISH_FROM_WIRE.get(reason)
 
 
-def outcome_state_from_wire(kind: scheduler_pb2.OutcomeKind) -> RequestState | None:
+def outcome_state_from_wire(kind: "scheduler_pb2.OutcomeKind.ValueType") -> RequestState | None:
     """None where the wire says nothing."""
     return _OUTCOME_FROM_WIRE.get(kind)
 
