@@ -79,10 +79,9 @@ def parse_status(document: object) -> SystemStatus:
             return SystemStatus(
                 services=tuple(_parse_service(service) for service in cast("list[object]", services)),
                 queue=queue,
-                requests=_parse_counts(cast("dict[object, object]", requests)),
+                requests=_parse_counts(cast("object", requests)),
                 blocks={
-                    str(role): _parse_counts(counts)
-                    for role, counts in cast("dict[object, dict[object, object]]", blocks).items()
+                    str(role): _parse_counts(counts) for role, counts in cast("dict[object, object]", blocks).items()
                 },
             )
         case _:
@@ -104,9 +103,14 @@ def _parse_service(document: object) -> ServiceStatus:
             raise ValueError("a service has role, id, pid, address, admin_url and ready")
 
 
-def _parse_counts(document: dict[object, object]) -> dict[str, int]:
+def _parse_counts(document: object) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for entry in document.items():
+    match document:
+        case dict():
+            entries = cast("dict[object, object]", document).items()
+        case _:
+            raise ValueError("counts by state are expected")
+    for entry in entries:
         match entry:
             case str(state), int(count):
                 counts[state] = count

@@ -1,0 +1,92 @@
+"""Which processes run, with what environment."""
+
+from pathlib import Path
+
+from cli.plan import Deployment, DrainStage, base_environ, plan_services
+
+
+def _deployment(*, num_prefill: int = 1, num_decode: int = 1, model_dir: Path | None = None) -> Deployment:
+    return Deployment(
+        port=8000,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        redis_url="redis://127.0.0.1:1/0",
+        model_dir=model_dir,
+        served_model_name="scripted",
+        cluster_token="secret",
+    )
+
+
+def test_workers_have_stable_names() -> None:
+    """A restarted worker comes back under the id that it had: the plan names it, not its pid or port."""
+    specs = plan_services(_deployment(num_prefill=2, num_decode=3), {})
+
+    assert [
+        "scheduler-0",
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "decode-1",
+        "decode-2",
+        "gateway-0",
+    ] == [spec.child_id for spec in specs]
+    assert all(spec.child_id == spec.environ["FIRSTTOKEN_WORKER_ID"] for spec in specs)
+
+
+def test_only_the_gateway_has_a_port_of_its_own() -> None:
+    """The kernel chooses the others, so that two systems fit on one machine."""
+    ports = {
+        spec.child_id: (spec.environ["FIRSTTOKEN_PORT"], spec.environ["FIRSTTOKEN_ADMIN_PORT"])
+        for spec in plan_services(_deployment(), {})
+    }
+
+    assert {
+        "scheduler-0": ("0", "0"),
+        "prefill-0": ("0", "0"),
+        "decode-0": ("0", "0"),
+        "gateway-0": ("8000", "9000"),
+    } == ports
+
+
+def test_the_gateway_drains_before_the_others() -> None:
+    """Its streams are served to their end by those that still run."""
+    stages = {spec.child_id: spec.stage for spec in plan_services(_deployment(), {})}
+
+    assert stages["gateway-0"] is DrainStage.EDGE
+    assert {DrainStage.CORE} == {stage for child_id, stage in stages.items() if child_id != "gateway-0"}
+    assert DrainStage.EDGE < DrainStage.CORE < DrainStage.STATE
+
+
+def test_a_model_folder_and_the_script_exclude_each_other() -> None:
+    """A service refuses to start with both or neither."""
+    scripted = plan_services(_deployment(), {})[0].environ
+    prepared = plan_services(_deployment(model_dir=Path("/models/m")), {})[0].environ
+
+    assert "true" == scripted["FIRSTTOKEN_SCRIPTED"]
+    assert "FIRSTTOKEN_MODEL_DIR" not in scripted
+    assert "/models/m" == prepared["FIRSTTOKEN_MODEL_DIR"]
+    assert "FIRSTTOKEN_SCRIPTED" not in prepared
+
+
+def test_settings_around_pass_unless_up_decides_them() -> None:
+    """Pool size and log level are the user's; ports, addresses and ids are this run's."""
+    around = {
+        "PATH": "/bin",
+        "FIRSTTOKEN_KV_POOL_MIB": "64",
+        "FIRSTTOKEN_PORT": "9",
+        "firsttoken_scheduler": "elsewhere:7000",
+        "OMP_WAIT_POLICY": "active",
+    }
+
+    environ = base_environ(around)
+
+    assert "/bin" == environ["PATH"]
+    assert "64" == environ["FIRSTTOKEN_KV_POOL_MIB"]
+    assert "FIRSTTOKEN_PORT" not in environ
+    assert "firsttoken_scheduler" not in environ
+    assert "active" == environ["OMP_WAIT_POLICY"]
+
+
+def test_waiting_threads_do_not_spin() -> None:
+    """By default: two workers share the cores."""
+    assert "passive" == plan_services(_deployment(), {})[1].environ["OMP_WAIT_POLICY"]

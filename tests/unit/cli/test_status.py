@@ -1,0 +1,95 @@
+"""`firsttoken status`: the document, its tables, and what is said when nobody answers."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cli.problem import EXIT_FAILED, EXIT_USAGE, CommandProblem
+from cli.status import admin_url_of, fetch_status, parse_status, show_status
+
+
+def _document() -> dict[str, Any]:
+    return {
+        "services": [
+            {
+                "role": "decode",
+                "id": "decode-0",
+                "pid": 42,
+                "address": "127.0.0.1:7200",
+                "admin_url": "http://127.0.0.1:8200",
+                "ready": True,
+            },
+            {"role": "redis", "id": "redis", "pid": None, "address": "h:6379", "admin_url": "", "ready": False},
+        ],
+        "queue": 3,
+        "requests": {"queued": 3, "decoding": 2},
+        "blocks": {"decode": {"free": 10, "active": 6}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("url", "admin_url"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:9000"),
+        ("127.0.0.1:8123", "http://127.0.0.1:9123"),
+        ("http://[::1]:8000", "http://[::1]:9000"),
+        ("http://gateway", "http://gateway:1080"),
+    ],
+)
+def test_the_admin_port_is_the_port_plus_1000(url: str, admin_url: str) -> None:
+    """So one URL is enough to name a gateway."""
+    assert admin_url == admin_url_of(url)
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "http://host:99999"])
+def test_what_is_no_url_is_wrong_usage(url: str) -> None:
+    """One sentence, exit code 2."""
+    with pytest.raises(CommandProblem) as caught:
+        admin_url_of(url)
+
+    assert EXIT_USAGE == caught.value.exit_code
+    assert url in caught.value.sentence
+
+
+def test_the_document_survives_reading_and_printing() -> None:
+    """`--json` prints exactly what the gateway said."""
+    assert _document() == parse_status(_document()).to_json()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"queue": "3"},
+        {"services": [{"role": "decode"}]},
+        {"requests": {"queued": "many"}},
+        {"blocks": None},
+        {"blocks": {"decode": None}},
+    ],
+)
+def test_another_document_is_refused(change: dict[str, Any]) -> None:
+    """Something else that listens on the port is not shown as a status."""
+    with pytest.raises(ValueError, match="expected|has role|is an integer|counts"):
+        parse_status(_document() | change)
+
+
+def test_the_table_shows_every_service_and_count() -> None:
+    """For people: which are not ready is to be seen."""
+    out = io.StringIO()
+
+    show_status(parse_status(_document()), Console(file=out, width=160))
+
+    text = out.getvalue()
+    for word in ("decode-0", "127.0.0.1:7200", "42", "yes", "redis", "no", "3 requests queued", "decoding", "active"):
+        assert word in text
+
+
+def test_nobody_there_is_said_with_what_to_do(unused_tcp_port: int) -> None:
+    """Exit code 1, and how to start a system or name another one."""
+    with pytest.raises(CommandProblem) as caught:
+        fetch_status(f"http://127.0.0.1:{min(unused_tcp_port, 64_000)}")
+
+    assert EXIT_FAILED == caught.value.exit_code
+    assert "firsttoken up" in caught.value.sentence
+    assert "--url" in caught.value.sentence
