@@ -33,9 +33,10 @@ def sample(logits: npt.NDArray[np.float32], params: SamplingParams, index: int) 
     weights = np.exp(scaled)
     ids = _kept(weights, params)
     cumulative: npt.NDArray[np.float64] = np.cumsum(weights if ids is None else weights[ids])
-    place = int(np.searchsorted(cumulative, uniform(params.seed, index) * cumulative[-1], side="right"))
+    total = float(cumulative[-1])
+    place = int(np.searchsorted(cumulative, uniform(params.seed, index) * total, side="right"))
     # Rounding may put the drawn number on the very end: then the last token with any weight is meant.
-    place = min(place, int(np.searchsorted(cumulative, cumulative[-1], side="left")))
+    place = min(place, int(np.searchsorted(cumulative, total, side="left")))
     return TokenId(place if ids is None else int(ids[place]))
 
 

@@ -1,0 +1,79 @@
+"""The real model behind the `Executor` protocol: one forward pass a step, then the sampler."""
+
+from collections.abc import Sequence
+
+from shared.domain.ids import RequestKey, TokenId
+from shared.domain.request import RequestSpec
+from shared.engine.executor import DecodeRow, PrefillChunk, SequenceFault
+from shared.engine.sampler import sample
+from shared.kv.block_table import BlockTable
+from shared.kv.layout import KvLayout
+from shared.kv.memory import KvMemory
+from shared.model.llama import LlamaModel, Segment
+
+
+class TorchExecutor:
+    """Stateless beside model and cache: what a row gives depends on that row alone, whoever shares its step."""
+
+    def __init__(self, model: LlamaModel, memory: KvMemory, *, chunk_tokens: int) -> None:
+        self._model = model
+        self._memory = memory
+        self._chunk_tokens = chunk_tokens
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._memory.layout
+
+    @property
+    def window(self) -> int:
+        return self._model.window
+
+    @property
+    def eos_ids(self) -> frozenset[TokenId]:
+        return self._model.eos_ids
+
+    def chunk_ends(self, key: RequestKey, spec: RequestSpec) -> tuple[int, ...]:
+        """Borders at multiples of the chunk from token 0, so that a prompt's bits do not depend on when it came."""
+        num_tokens = spec.num_prompt_tokens
+        return (*range(self._chunk_tokens, num_tokens, self._chunk_tokens), num_tokens)
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[TokenId | SequenceFault | None]:
+        logits = iter(
+            self._model.forward(
+                self._memory,
+                [
+                    Segment(
+                        token_ids=chunk.spec.prompt_ids[chunk.start : chunk.end],
+                        start=chunk.start,
+                        block_table=chunk.block_table.indices,
+                        want_logits=chunk.is_last,
+                    )
+                    for chunk in chunks
+                ],
+            )
+        )
+        return [sample(next(logits), chunk.spec.sampling, 1) if chunk.is_last else None for chunk in chunks]
+
+    def check_commit(self, key: RequestKey, spec: RequestSpec, block_table: BlockTable) -> None:
+        """Nothing to compare with: the frames' checksums are the proof."""
+
+    def decode(self, rows: Sequence[DecodeRow]) -> list[TokenId | SequenceFault]:
+        logits = self._model.forward(
+            self._memory,
+            [
+                Segment(
+                    token_ids=(row.input_token,),
+                    start=row.position,
+                    block_table=row.block_table.indices,
+                    want_logits=True,
+                )
+                for row in rows
+            ],
+        )
+        return [sample(row_logits, row.spec.sampling, row.index) for row, row_logits in zip(rows, logits, strict=True)]
+
+    def release(self, key: RequestKey) -> None:
+        """Nothing is kept for a sequence."""
+
+    def interrupt(self) -> None:
+        """A forward pass cannot be cut short; it ends by itself soon."""
