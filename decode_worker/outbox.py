@@ -1,7 +1,7 @@
 """The output tokens of one sequence until the gateway has delivered them. Pure.
 
-Tokens are numbered from 1 and leave by acknowledgement only. Nothing here knows of streams: a stream keeps the index that it sends
-next and reads from there, so a token is never held twice.
+Tokens are numbered from 1 and leave by acknowledgement only. Nothing here knows of streams: a stream keeps the index
+that it sends next and reads from there, so a token is never held twice.
 """
 
 from dataclasses import dataclass

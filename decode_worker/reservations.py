@@ -1,6 +1,6 @@
 """Who holds blocks and a place on this worker, until when, and who has ended. Pure: the caller brings the time.
 
-A reservation that is not committed is a lease: it ends by itself when nothing has been heard of its transfer for `lease_s`.
+A reservation that is not committed is a lease: it ends by itself when its transfer has given no sign for `lease_s`.
 Blocks go back here and nowhere else, and only by a call that says that no copy and no step can touch them any more.
 """
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shared.domain.ids import BlockId, RequestKey, TransferId
 from shared.kv.block_pool import BlockPool
-from shared.transfer.tombstones import Tombstones
+from shared.transfer.tombstones import Tombstone, Tombstones
 
 LEASE_S = 10.0  # ten of prefill's keep-alives: a worker that is gone costs its peers this long at most
 
@@ -96,11 +96,14 @@ class Reservations:
         reservation = self._held.pop(key, None)
         return 0 if reservation is None else self._pool.free(reservation.blocks)
 
-    def bury(self, key: RequestKey, now: float) -> None:
+    def bury(self, key: RequestKey, now: float, *, computed_tokens: int = 0) -> None:
         """The attempt has ended here: what arrives late of it is refused. Raises ValueError while it holds blocks."""
         if key in self._held:
             raise ValueError(f"{key} still holds blocks")
-        self._tombstones.bury(key, now)
+        self._tombstones.bury(key, now, computed_tokens=computed_tokens)
+
+    def tombstone(self, key: RequestKey, now: float) -> Tombstone | None:
+        return self._tombstones.find(key, now)
 
     def has_ended(self, key: RequestKey, now: float) -> bool:
         return self._tombstones.find(key, now) is not None

@@ -1,12 +1,13 @@
-"""The worker's side of `Scheduler.Session`: one stream to the active scheduler, dialled again for as long as the worker lives.
+"""The worker's side of `Scheduler.Session`: one stream to the active scheduler, dialled again while the worker lives.
 
-Order on each stream: hello, the events not yet acknowledged, the inventory, then heartbeats and new events. Commands come down.
-What a worker holds does not depend on this stream: a broken one ends nothing. What a command means is the handler's business.
+Order on each stream: hello, the events not yet acknowledged, the inventory, then heartbeats and new events; commands
+come down. What a worker holds does not depend on this stream: a broken one ends nothing. What a command means is the
+handler's business.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,27 +19,25 @@ from shared.aio.scope import spawn
 from shared.domain.clock import Clock
 from shared.domain.errors import ServingError
 from shared.domain.ids import Epoch, Incarnation, WorkerId
+from shared.domain.request import Role
 from shared.obs.metrics import Metrics
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 HEARTBEAT_S = 1.0  # a fifth of the silence after which a worker counts as lost
 HEARTBEAT_SPACING_S = 0.02  # heartbeats asked for by events: a prefill step takes longer than this
 WELCOME_TIMEOUT_S = 5.0  # a scheduler that does not greet within the time after which we would be lost anyway
-# Each attempt makes at most five events and a scheduler acknowledges at once, so thousands mean a scheduler that commands
-# and never acknowledges: that session is closed and dialled again, which takes no further command from it.
+# Each attempt makes at most five events and a scheduler acknowledges at once, so thousands mean a scheduler that
+# commands and never acknowledges: its session is closed and dialled again, and no further command taken from it.
 MAX_UNACKNOWLEDGED_EVENTS = 4096
 
-_ROLE_TO_WIRE: Mapping[str, common_pb2.Role] = {
-    "prefill": common_pb2.ROLE_PREFILL,
-    "decode": common_pb2.ROLE_DECODE,
-}
+_ROLE_TO_WIRE = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
     """What the hello says of this worker for as long as it lives."""
 
-    role: str
+    role: Role
     worker_id: WorkerId
     incarnation: Incarnation
     address: str
@@ -67,7 +66,7 @@ class SessionHandler(Protocol):
 
 
 class _SessionBroken(Exception):
-    """This stream is over, with a reason for the log; the next one is dialled."""
+    """The stream is over, with a reason for the log; the next one is dialled."""
 
 
 class WorkerSession:

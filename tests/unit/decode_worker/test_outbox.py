@@ -8,6 +8,7 @@ from shared.domain.request import FinishReason
 
 
 def filled(*ids: int, capacity: int = 8) -> Outbox:
+    """An outbox that holds these tokens from index 1 on."""
     outbox = Outbox(capacity=capacity)
     for index, token_id in enumerate(ids, start=1):
         outbox.append(index, TokenId(token_id))

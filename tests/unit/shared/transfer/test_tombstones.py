@@ -5,6 +5,7 @@ from shared.transfer.tombstones import Tombstone, Tombstones
 
 
 def key(number: int) -> RequestKey:
+    """The first attempt of request `number`."""
     return RequestKey(RequestId(f"r{number}"), Attempt(1))
 
 
