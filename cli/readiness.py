@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import httpx
 
+OK = 200
 POLL_S = 0.1
 CALL_TIMEOUT_S = 3.0  # the probe itself answers within 2 s
 
@@ -26,7 +27,7 @@ async def ask_readiness(client: httpx.AsyncClient) -> str | None:
         answer = await client.get("/readyz")
     except httpx.HTTPError:
         return "the gateway to start"
-    if answer.status_code == httpx.codes.OK:
+    if answer.status_code == OK:
         return None
     try:
         document: object = answer.json()

@@ -11,6 +11,7 @@ from rich.table import Table
 from cli.problem import EXIT_USAGE, CommandProblem
 from shared.settings import ADMIN_PORT_OFFSET
 
+OK = 200
 TIMEOUT_S = 5.0  # the gateway asks scheduler and workers before it answers
 
 
@@ -60,7 +61,7 @@ def fetch_status(url: str) -> SystemStatus:
     admin_url = admin_url_of(url)
     try:
         answer = httpx.get(f"{admin_url}/status", timeout=TIMEOUT_S, trust_env=False)
-        document: object = answer.json() if answer.status_code == httpx.codes.OK else None
+        document: object = answer.json() if answer.status_code == OK else None
     except (httpx.HTTPError, ValueError):
         raise CommandProblem(
             f"no gateway answers at {url} (asked {admin_url}/status); start the system with `firsttoken up`, "
@@ -75,14 +76,12 @@ def fetch_status(url: str) -> SystemStatus:
 def parse_status(document: object) -> SystemStatus:
     """Raises ValueError that names what is wrong."""
     match document:
-        case {"services": list(services), "queue": int(queue), "requests": dict(requests), "blocks": dict(blocks)}:
+        case {"services": services, "queue": int(queue), "requests": requests, "blocks": blocks}:
             return SystemStatus(
-                services=tuple(_parse_service(service) for service in cast("list[object]", services)),
+                services=tuple(_parse_service(service) for service in _as_list(services)),
                 queue=queue,
-                requests=_parse_counts(cast("object", requests)),
-                blocks={
-                    str(role): _parse_counts(counts) for role, counts in cast("dict[object, object]", blocks).items()
-                },
+                requests=_parse_counts(requests),
+                blocks={role: _parse_counts(counts) for role, counts in _as_table(blocks).items()},
             )
         case _:
             raise ValueError("services, queue, requests and blocks are expected")
@@ -105,18 +104,29 @@ def _parse_service(document: object) -> ServiceStatus:
 
 def _parse_counts(document: object) -> dict[str, int]:
     counts: dict[str, int] = {}
-    match document:
-        case dict():
-            entries = cast("dict[object, object]", document).items()
-        case _:
-            raise ValueError("counts by state are expected")
-    for entry in entries:
-        match entry:
-            case str(state), int(count):
+    for state, count in _as_table(document).items():
+        match count:
+            case int():
                 counts[state] = count
             case _:
-                raise ValueError("a count is an integer under a state's name")
+                raise ValueError(f"the count of {state} is an integer")
     return counts
+
+
+def _as_list(document: object) -> list[object]:
+    match document:
+        case list():
+            return cast("list[object]", document)
+        case _:
+            raise ValueError("a list is expected")
+
+
+def _as_table(document: object) -> dict[str, object]:
+    match document:
+        case dict():
+            return cast("dict[str, object]", document)  # JSON has no other keys
+        case _:
+            raise ValueError("counts by state are expected")
 
 
 def show_status(status: SystemStatus, console: Console) -> None:

@@ -1,7 +1,9 @@
 """`firsttoken up`: prepares the model, starts Redis and the services, says when they are ready, drains on Ctrl-C."""
 
 import asyncio
+import json
 import secrets
+import shlex
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -133,11 +135,13 @@ async def _watch_logs(folder: RunFolder) -> None:
 
 
 def _curl_line(deployment: Deployment) -> str:
-    content = "What is the capital of France?"
+    """To try it: copied into a shell as it is."""
+    question = "What is the capital of France?"
     if deployment.model_dir is None:
-        content = '{\\"pieces\\": [\\"Hel\\", \\"lo\\"]}'
-    body = '{"model": "default", "stream": true, "messages": [{"role": "user", "content": "%s"}]}' % content
-    return f"curl -N {deployment.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+        question = json.dumps({"pieces": ["Hel", "lo"]})
+    message = {"role": "user", "content": question}
+    body = json.dumps({"model": "default", "messages": [message], "stream": True})
+    return f"curl -N {deployment.url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 def _first_problem(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -109,7 +109,7 @@ async def test_bad_settings_end_the_run_at_once(tmp_path: Path) -> None:
     """Exit code 2 does not get better by trying again; the child's last lines are shown."""
     run = _Run(tmp_path)
 
-    with pytest.raises(CommandProblem, match="gateway-0 does not start .exit code 2, 1 tries"):
+    with pytest.raises(CommandProblem, match=r"gateway-0 does not start \(exit code 2, 1 tries"):
         await run.supervisor.keep(_spec("gateway-0", "print('FIRSTTOKEN_PORT: not a number'); raise SystemExit(2)"))
 
     assert ["  gateway-0 | FIRSTTOKEN_PORT: not a number"] == run.said
