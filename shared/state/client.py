@@ -1,0 +1,149 @@
+"""Commands to Redis (or Valkey): bounded in time, safe to cancel, scripts loaded on demand.
+
+A connection goes back to the pool only after its whole reply has been read; whatever else happens (timeout,
+cancellation, error) it is closed, so that nobody reads another's reply (redis/redis-py#2624). That is why the
+connections of redis-py are used here and its pool is not.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Sequence
+from importlib import resources
+from typing import Any, cast
+
+from redis.asyncio.connection import Connection, parse_url
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from shared.domain.errors import ErrorCode, ServingError
+from shared.obs.logs import get_logger
+
+Reply = Any  # what a command answers: bytes, int, list or None; each caller knows its command
+TIMEOUT_S = 0.5  # decisions §3: no answer in 500 ms means that Redis is away
+MAX_CONNECTIONS = 8  # one process has a few writers; more would only queue inside Redis' one thread
+SCAN_COUNT = 500
+
+# A store that is full, read-only or loading does not answer questions of ours: as good as away.
+_AWAY = (OSError, RedisConnectionError, RedisTimeoutError, TimeoutError, ReadOnlyError, OutOfMemoryError)
+
+_log = get_logger("state")
+
+
+class EvictionPolicyError(Exception):
+    """The store may throw away records: the service must not start on it."""
+
+
+class Script:
+    """A Lua file of shared/state/lua."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.text = (resources.files("shared.state") / "lua" / f"{name}.lua").read_text()
+        self.sha1 = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+class StateClient:
+    """A small pool of connections. Not for use from several loops."""
+
+    def __init__(self, url: str, *, max_connections: int = MAX_CONNECTIONS, timeout_s: float = TIMEOUT_S) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        self._idle: list[Connection] = []
+        self._slots = asyncio.Semaphore(max_connections)
+        self._is_closed = False
+        self._is_away = False  # as the last call found it, for the log
+
+    async def call(self, *command: str | int | bytes) -> Reply:
+        """One command. Raises ServingError STATE_UNAVAILABLE when Redis is away; a refused command is a bug."""
+        try:
+            async with asyncio.timeout(self._timeout_s), self._slots:
+                reply = await self._call(command)
+        except _AWAY as error:
+            if not self._is_away:
+                _log.warning("redis is away", error=type(error).__name__, reason=str(error))
+            self._is_away = True
+            raise state_unavailable() from error
+        if self._is_away:
+            _log.info("redis is back")
+        self._is_away = False
+        return reply
+
+    async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | int]) -> Reply:
+        """One script, atomically. Every key that it touches is in `keys`."""
+        try:
+            return await self.call("EVALSHA", script.sha1, len(keys), *keys, *args)
+        except NoScriptError:  # a Redis that was restarted, or never saw it
+            return await self.call("EVAL", script.text, len(keys), *keys, *args)
+
+    async def scan(self, pattern: str) -> AsyncGenerator[str]:
+        """Every key that was there all the time, perhaps more than once."""
+        cursor = "0"
+        while True:
+            reply = await self.call("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT)
+            cursor = reply[0].decode()
+            for key in reply[1]:
+                yield key.decode()
+            if cursor == "0":
+                return
+
+    async def ping(self) -> bool:
+        """True if it answers in time."""
+        try:
+            await self.call("PING")
+        except ServingError:
+            return False
+        return True
+
+    async def check_eviction_policy(self) -> None:
+        """Raises EvictionPolicyError unless the policy is noeviction, STATE_UNAVAILABLE when Redis is away."""
+        info = (await self.call("INFO", "memory")).decode()
+        policies = [line.partition(":")[2] for line in info.splitlines() if line.startswith("maxmemory_policy:")]
+        if policies != ["noeviction"]:
+            raise EvictionPolicyError(f"Redis must have maxmemory-policy noeviction, it has {policies}")
+
+    async def close(self) -> None:
+        """Closes the idle connections; one in use is closed when its command ends."""
+        self._is_closed = True
+        while self._idle:
+            await drop(self._idle.pop())
+
+    async def _call(self, command: Sequence[str | int | bytes]) -> Reply:
+        connection = self._idle.pop() if self._idle else connect_later(self.url)
+        is_clean = is_sent = False
+        try:
+            await connection.connect()
+            await connection.send_command(*command)
+            is_sent = True
+            reply: Reply = await connection.read_response()
+            is_clean = True
+            return reply
+        except ResponseError:  # a reply like any other, read to its end
+            is_clean = is_sent
+            raise
+        finally:
+            if is_clean and not self._is_closed:
+                self._idle.append(connection)
+            else:
+                await drop(connection)
+
+
+def state_unavailable() -> ServingError:
+    """What a caller is told when Redis is away."""
+    return ServingError(ErrorCode.STATE_UNAVAILABLE, "the state store cannot be reached")
+
+
+def connect_later(url: str) -> Connection:
+    """A connection that dials at its `connect()`. Its reads have no timeout of their own: the caller sets one."""
+    options = cast(dict[str, Any], dict(parse_url(url)))
+    connection_class = options.pop("connection_class", Connection)
+    options.update(socket_timeout=None, socket_connect_timeout=TIMEOUT_S, protocol=2, driver_info=None)
+    return connection_class(**options)
+
+
+async def drop(connection: Connection) -> None:
+    """Closes a connection without waiting for the other end. Never raises: there is nothing left to save."""
+    try:
+        await connection.disconnect(nowait=True)
+    except (OSError, RedisError) as error:
+        _log.debug("connection closed badly", error=type(error).__name__)

@@ -1,0 +1,37 @@
+"""Every Redis key, channel and time to live; built here only.
+
+The braces are Redis Cluster's hash tag: keys that one script touches share it, and so one node. No key lives for ever.
+"""
+
+from shared.domain.ids import RequestId
+
+PREFIX = "firsttoken:1:"
+REQUEST_PATTERN = f"{PREFIX}request:*"
+CANCEL_PATTERN = f"{PREFIX}cancel:*"
+CANCEL_CHANNEL = f"{PREFIX}cancels"
+
+LEASE = f"{PREFIX}lease:{{scheduler}}"
+EPOCH = f"{PREFIX}epoch:{{scheduler}}"
+
+LIVE_REQUEST_TTL_MS = 24 * 3600 * 1000  # its scheduler reaps it long before; this is for records without one
+ENDED_REQUEST_TTL_MS = 10 * 60 * 1000
+CANCEL_TTL_MS = 10 * 60 * 1000
+LEASE_TTL_MS = 3000  # three missed renewals
+EPOCH_TTL_MS = 7 * 24 * 3600 * 1000  # renewed with the lease; after a week of silence the wall clock is far ahead of it
+
+
+def request_key(request_id: RequestId) -> str:
+    """Hash: the record of a request."""
+    return f"{PREFIX}request:{{{request_id}}}"
+
+
+def cancel_key(request_id: RequestId) -> str:
+    """String: the reason of a cancel."""
+    return f"{PREFIX}cancel:{{{request_id}}}"
+
+
+def request_id_of(key: str) -> RequestId:
+    """Of a request's key or a cancel's. Raises ValueError for any other."""
+    if not key.startswith(PREFIX) or not key.endswith("}"):
+        raise ValueError(f"not a key of a request: {key}")
+    return RequestId(key[key.index("{") + 1 : -1])

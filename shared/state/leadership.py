@@ -1,0 +1,77 @@
+"""The scheduler's lease in Redis: who is the active one, where it is reached, under which epoch.
+
+Every step is one script. When to take the lease is `LeaseKeeper`'s business (lease.py).
+"""
+
+from dataclasses import dataclass
+
+from shared.domain.clock import Clock
+from shared.domain.ids import Epoch, Incarnation
+from shared.state.client import Script, StateClient
+from shared.state.keys import EPOCH, EPOCH_TTL_MS, LEASE, LEASE_TTL_MS
+
+_ACQUIRE = Script("acquire_lease")
+_RENEW = Script("renew_lease")
+_RELEASE = Script("release_lease")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLocation:
+    """The active scheduler: host:port of its gRPC server, and its epoch."""
+
+    address: str
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lease:
+    holder: Incarnation
+    address: str
+    epoch: Epoch
+
+
+class Leadership:
+    """Methods raise ServingError STATE_UNAVAILABLE when Redis is away; what is held then stays held."""
+
+    def __init__(self, client: StateClient, clock: Clock) -> None:
+        self._client = client
+        self._clock = clock
+        self._lease: _Lease | None = None
+
+    async def acquire(self, holder: Incarnation, address: str, min_epoch: Epoch) -> Epoch | None:
+        """Takes the lease for 3 s under a higher epoch than any before; None if another holds it."""
+        reply = await self._client.run(
+            _ACQUIRE,
+            [LEASE, EPOCH],
+            [holder, address, self._clock.unix_ms(), min_epoch, LEASE_TTL_MS, EPOCH_TTL_MS],
+        )
+        if not reply:
+            return None
+        self._lease = _Lease(holder=holder, address=address, epoch=Epoch(int(reply)))
+        return self._lease.epoch
+
+    async def renew(self) -> bool:
+        """For 3 s more under the same epoch, also on a Redis that came back empty. False: it is lost for good."""
+        if self._lease is None:
+            return False
+        reply = await self._client.run(
+            _RENEW,
+            [LEASE, EPOCH],
+            [self._lease.holder, self._lease.address, self._lease.epoch, LEASE_TTL_MS, EPOCH_TTL_MS],
+        )
+        if reply != 1:
+            self._lease = None
+        return reply == 1
+
+    async def release(self) -> None:
+        """Gives the lease back so that a standby need not wait for its end. Nothing happens if it is not held."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            await self._client.run(_RELEASE, [LEASE], [lease.holder])
+
+    async def find(self) -> SchedulerLocation | None:
+        """The active scheduler; None if there is none now."""
+        address, epoch = await self._client.call("HMGET", LEASE, "address", "epoch")
+        if address is None or epoch is None:
+            return None
+        return SchedulerLocation(address=address.decode(), epoch=Epoch(int(epoch)))
