@@ -12,7 +12,7 @@ from shared.domain.errors import ServingError
 from shared.domain.ids import RequestId
 from shared.domain.request import CancelReason
 from shared.obs.logs import get_logger
-from shared.state.client import TIMEOUT_S, Reply, StateClient, connect_later, drop
+from shared.state.client import TIMEOUT_S, StateClient, connect_later, drop, read_reply
 from shared.state.keys import CANCEL_CHANNEL, CANCEL_PATTERN, CANCEL_TTL_MS, cancel_key, request_id_of
 
 PING_INTERVAL_S = 1.0  # how often a silent subscription is asked whether it lives
@@ -73,8 +73,7 @@ async def _next_message(connection: Connection) -> RequestId | None:
     """The next id, or None for an answered ping. Raises TimeoutError when the other end is silent."""
     has_pinged = False
     while True:
-        # None after the interval. A reply cut by it stays in the parser's buffer: the next read goes on with it.
-        reply: Reply = await connection.read_response(timeout=PING_INTERVAL_S, disconnect_on_error=False)
+        reply = await read_reply(connection, PING_INTERVAL_S)
         if reply is None:
             if has_pinged:
                 raise TimeoutError

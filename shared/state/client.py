@@ -115,7 +115,7 @@ class StateClient:
             await connection.connect()
             await connection.send_command(*command)
             is_sent = True
-            reply: Reply = await connection.read_response()
+            reply = await read_reply(connection)
             is_clean = True
             return reply
         except ResponseError:  # a reply like any other, read to its end
@@ -139,6 +139,14 @@ def connect_later(url: str) -> Connection:
     connection_class = options.pop("connection_class", Connection)
     options.update(socket_timeout=None, socket_connect_timeout=TIMEOUT_S, protocol=2, driver_info=None)
     return connection_class(**options)
+
+
+async def read_reply(connection: Connection, timeout_s: float | None = None) -> Reply:
+    """The next whole reply, or None after the timeout: what came of it is kept, and a next read goes on with it."""
+    # Typed in part only: a reply is whatever the command answers.
+    return await connection.read_response(  # pyright: ignore[reportUnknownVariableType]
+        timeout=timeout_s, disconnect_on_error=False
+    )
 
 
 async def drop(connection: Connection) -> None:
