@@ -15,7 +15,7 @@ class Copier:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copy")
 
     def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """A future of the running loop. Cancelling it does not stop work that has begun: shield it where that matters."""
+        """A future of the running loop. Cancelling it does not stop work that has begun: shield it if so."""
         return asyncio.wrap_future(self._thread.submit(work))
 
     def close(self) -> None:

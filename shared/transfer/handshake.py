@@ -36,8 +36,8 @@ class Introductions:
     async def introduce(self, target: KvTarget) -> None:
         """Returns when the target knows us; at once when it does already.
 
-        Raises AioRpcError for a refusal, ServingError KV_TRANSFER_FAILED where the answer comes from another process than
-        the target names, or names a transport that we lack.
+        Raises AioRpcError for a refusal, ServingError KV_TRANSFER_FAILED where the answer comes from another process
+        than the target names, or names a transport that we lack.
         """
         pair = (target.address, target.incarnation)
         if pair in self._known:
@@ -72,7 +72,7 @@ class Acquaintances:
         self._senders: dict[WorkerId, Incarnation] = {}
 
     def welcome(self, hello: kv_pb2.TransferHello) -> kv_pb2.TransferWelcome:
-        """Raises ServingError: STALE_ATTEMPT for a hello to another start of this worker, KV_CORRUPT for unlike layouts."""
+        """Raises ServingError: STALE_ATTEMPT for a hello to another start of us, KV_CORRUPT for unlike layouts."""
         if hello.receiver_incarnation != self._incarnation:
             raise ServingError(ErrorCode.STALE_ATTEMPT, "the decode worker has been started anew")
         layout = layout_from_wire(hello.layout)

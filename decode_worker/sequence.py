@@ -1,0 +1,165 @@
+"""One attempt on the decode worker: its KV on the way in, its tokens on the way out. No decisions here, only what is."""
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from decode_worker.outbox import Outbox
+from decode_worker.reservations import Reservation
+from shared.domain.errors import ServingError
+from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId
+from shared.domain.request import FinishReason, RequestSpec, SequenceState
+from shared.engine.executor import finish_reason
+from shared.kv.block_table import BlockTable
+from shared.kv.frames import FrameReceiver, RejectCode
+from shared.kv.layout import KvLayout
+
+
+class Stage(StrEnum):
+    """RECEIVING -> JOINING (committed, the engine checks) -> RUNNING -> ENDED; each may go to ENDED at once."""
+
+    RECEIVING = "receiving"
+    JOINING = "joining"
+    RUNNING = "running"
+    ENDED = "ended"
+
+    @property
+    def sequence_state(self) -> SequenceState:
+        """The word that other processes know."""
+        match self:
+            case Stage.RECEIVING | Stage.JOINING:
+                return SequenceState.WAITING_KV
+            case Stage.RUNNING:
+                return SequenceState.RUNNING
+            case Stage.ENDED:
+                return SequenceState.DONE
+
+
+class TokenReader(Protocol):
+    """The stream that a sequence's tokens go to."""
+
+    def touch(self, sequence: "HeldSequence") -> None:
+        """Something of it may be sent."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Moments:
+    """Monotonic seconds, for the one line that is logged at the end; None = did not happen."""
+
+    reserved_at: float
+    first_token_at: float | None = None
+    committed_at: float | None = None
+    ended_at: float | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class HeldSequence:
+    """A row of the worker's table."""
+
+    key: RequestKey
+    spec: RequestSpec
+    epoch: Epoch  # of the Reserve: what the events of this attempt answer
+    attach_ticket: bytes
+    block_table: BlockTable
+    receiver: FrameReceiver
+    outbox: Outbox
+    moments: Moments
+    unattended_since: float  # since when no gateway reads; means nothing while `reader` is set
+    stage: Stage = Stage.RECEIVING
+    is_in_engine: bool = False
+    granted_upto: int = 0
+    sender: Incarnation | None = None  # the first that opened the transfer or brought token 1
+    first_token: TokenId | None = None
+    cached_tokens: int = 0
+    num_computed: int = 0
+    kv_bytes: int = 0
+    reader: TokenReader | None = None
+    next_unsent: int = 1
+    is_end_sent: bool = False
+    is_done_reported: bool = False
+    error: ServingError | None = None
+    release_epoch: Epoch | None = None  # of the Abort or Release that waits for its answer
+    blocks_freed: int = 0
+    closed: asyncio.Event = field(default_factory=asyncio.Event)  # no more KV is taken
+
+    @property
+    def reject_code(self) -> RejectCode:
+        """Why no more KV is taken, once it is not."""
+        return RejectCode.GONE if self.error is None else RejectCode.FAULT
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing touches its blocks any more."""
+        return self.stage is Stage.ENDED and not self.is_in_engine and not self.receiver.is_copying
+
+    @property
+    def has_undelivered(self) -> bool:
+        """Tokens, or the word that it ended, which no gateway has acknowledged."""
+        return not self.outbox.is_done
+
+    def take(self, index: int, token_id: TokenId, finish: FinishReason | None) -> None:
+        """Put a token into the outbox; with a `finish` it is the last. Raises ValueError when it does not belong there."""
+        self.outbox.append(index, token_id)
+        if finish is not None:
+            self.outbox.close(finish)
+
+    def take_first(self, token_id: TokenId, cached_tokens: int, eos_ids: frozenset[TokenId]) -> FinishReason | None:
+        """Token 1, from prefill. Returns the reason where the answer ends with it."""
+        finish = finish_reason(self.spec, index=1, token_id=token_id, eos_ids=eos_ids)
+        self.first_token = token_id
+        self.cached_tokens = cached_tokens
+        self.take(1, token_id, finish)
+        return finish
+
+    def phases_ms(self) -> dict[str, int]:
+        """Lengths of the phases that were reached.
+
+        `receive`: Reserve to token 1; `transfer_exposed`: token 1 (right after the last prefill step) to the commit;
+        `decode`: commit to the end.
+        """
+        moments = self.moments
+        phases = {
+            "receive_ms": (moments.reserved_at, moments.first_token_at),
+            "transfer_exposed_ms": (moments.first_token_at, moments.committed_at),
+            "decode_ms": (moments.committed_at, moments.ended_at),
+            "total_ms": (moments.reserved_at, moments.ended_at),
+        }
+        return {
+            name: round(max(end - start, 0.0) * 1000)
+            for name, (start, end) in phases.items()
+            if start is not None and end is not None
+        }
+
+
+def hold(
+    spec: RequestSpec,
+    granted: Reservation,
+    *,
+    epoch: Epoch,
+    layout: KvLayout,
+    incarnation: Incarnation,
+    outbox: Outbox,
+    now: float,
+) -> HeldSequence:
+    """The row of a new reservation. `incarnation` is this process's."""
+    block_table = BlockTable(granted.blocks, layout.block_size)
+    return HeldSequence(
+        key=granted.key,
+        spec=spec,
+        epoch=epoch,
+        attach_ticket=granted.attach_ticket,
+        block_table=block_table,
+        receiver=FrameReceiver(
+            layout=layout,
+            key=granted.key,
+            transfer_id=granted.transfer_id,
+            receiver_incarnation=incarnation,
+            num_prompt_tokens=spec.num_prompt_tokens,
+            block_table=block_table,
+        ),
+        outbox=outbox,
+        moments=Moments(reserved_at=now),
+        unattended_since=now,
+    )

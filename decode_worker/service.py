@@ -1,0 +1,485 @@
+"""The decode worker's table of (request, attempt): commands of the scheduler in, numbered events out.
+
+Streams, copies and the engine's thread call in from outside and find their row here; none of them owns one. Everything runs
+in the event loop and nothing waits. Blocks go back in `_settle` alone, when neither a copy nor a step can touch them.
+"""
+
+import secrets
+from typing import Protocol
+
+from structlog.typing import FilteringBoundLogger
+
+from decode_worker.outbox import Outbox, outbox_capacity
+from decode_worker.reservations import Refusal, Reservation, Reservations
+from decode_worker.sequence import HeldSequence, Stage, TokenReader, hold
+from shared.codec import worker_events
+from shared.codec.request import key_from_wire, spec_from_wire
+from shared.domain.clock import Clock
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId, TransferId, WorkerId
+from shared.domain.request import FinishReason, SequenceState
+from shared.domain.worker import KvTarget
+from shared.engine.decode_runner import DecodeCommand, DecodeSequence, DecodeStep, Grant, Join, Leave
+from shared.kv.block_pool import BlockPool
+from shared.kv.frames import RejectCode
+from shared.kv.layout import KvLayout
+from shared.obs.metrics import Metrics
+from shared.transfer.handshake import TRANSPORTS
+from shared.wire import scheduler_pb2
+
+UNATTENDED_S = 45.0  # longer than a gateway's grace (5 s, 30 s when resumable) and its re-dialling together
+DONE_KEPT_S = 60.0  # an ended answer whose Release never comes; as long as a tombstone
+ROWS_A_SEQUENCE = 16  # rows that only wait for a slow reader hold no blocks; so many of them for each place
+TICKET_BYTES = 16
+
+
+class DecodeEngine(Protocol):
+    """The step loop, as far as the table needs it."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def submit(self, command: DecodeCommand) -> None: ...
+
+    def last_step_age(self) -> float: ...
+
+
+class EventSink(Protocol):
+    """The session with the scheduler, as far as the table needs it."""
+
+    def post(self, event: scheduler_pb2.WorkerEvent) -> None: ...
+
+    def heartbeat_soon(self) -> None: ...
+
+
+class DecodeService:
+    """Call `connect` before anything else. `address` is what others dial."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: WorkerId,
+        incarnation: Incarnation,
+        address: str,
+        layout: KvLayout,
+        eos_ids: frozenset[TokenId],
+        pool: BlockPool,
+        max_sequences: int,
+        outbox_tokens: int,
+        outbox_bytes: int,
+        clock: Clock,
+        metrics: Metrics,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._address = address
+        self._layout = layout
+        self._eos_ids = eos_ids
+        self._pool = pool
+        self._max_rows = max_sequences * ROWS_A_SEQUENCE
+        self._outbox_tokens = outbox_tokens
+        self._outbox_bytes = outbox_bytes
+        self._clock = clock
+        self._metrics = metrics
+        self._log = log
+        self._reservations = Reservations(pool=pool, max_sequences=max_sequences)
+        self._rows: dict[RequestKey, HeldSequence] = {}
+        self._engine_error: ServingError | None = None
+        self.is_draining = False
+
+    def connect(self, engine: DecodeEngine, events: EventSink) -> None:
+        """The two that the table speaks to; they are made with it and so come later."""
+        self._engine = engine
+        self._events = events
+
+    # ---- what the process asks
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held that someone still waits for."""
+        return all(row.is_done_reported for row in self._rows.values()) and len(self._reservations) == 0
+
+    @property
+    def num_outbox_tokens(self) -> int:
+        return sum(len(row.outbox) for row in self._rows.values())
+
+    def block_counts(self) -> dict[str, int]:
+        """State -> blocks, all states."""
+        return {state.value: count for state, count in self._pool.counts().items()}
+
+    def sweep(self) -> None:
+        """Call it each second: what ends without a message ends here."""
+        now = self._clock.monotonic()
+        for key in self._reservations.expired(now):
+            row = self._rows[key]
+            if row.stage is Stage.RECEIVING:
+                self._fail(row, ServingError(ErrorCode.KV_TRANSFER_FAILED, "no sign of the transfer"))
+        for row in list(self._rows.values()):
+            if row.reader is None and row.stage is not Stage.RECEIVING and row.release_epoch is None:
+                unattended_s = now - row.unattended_since
+                if row.has_undelivered and unattended_s >= UNATTENDED_S:
+                    self._fail(row, ServingError(ErrorCode.CANCELLED, "gateway_lost"))
+                elif row.is_done_reported and row.is_settled and unattended_s >= DONE_KEPT_S:
+                    self._forget(row)
+
+    # ---- the session's handler
+
+    def handle_command(self, command: scheduler_pb2.Command, epoch: Epoch) -> None:
+        key = key_from_wire(command.key)
+        match command.WhichOneof("command"):
+            case "reserve":
+                self._reserve(key, command.reserve, epoch)
+            case "abort" | "release":
+                self._let_go(key, epoch)
+            case _:  # Prefill is not for this role
+                self._metrics.refused_total.add("unknown_command")
+
+    def inventory(self) -> scheduler_pb2.Inventory:
+        held = [
+            worker_events.inventory_entry(
+                row.key, row.stage.sequence_state, attach_ticket=row.attach_ticket, last_index=row.outbox.last_index
+            )
+            for row in self._rows.values()
+        ]
+        ended = self._reservations.ended(self._clock.monotonic())
+        return scheduler_pb2.Inventory(
+            entries=[*held, *(worker_events.inventory_entry(key, SequenceState.DONE) for key in ended)]
+        )
+
+    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+        sequences = {state.value: 0 for state in SequenceState}
+        for row in self._rows.values():
+            sequences[row.stage.sequence_state.value] += 1
+        return scheduler_pb2.Heartbeat(
+            blocks=self.block_counts(),
+            sequences=sequences,
+            last_step_age_ms=round(self._engine.last_step_age() * 1000),
+            busy=self._engine.is_busy,
+            draining=self.is_draining or self._engine_error is not None,
+        )
+
+    def _reserve(self, key: RequestKey, reserve: scheduler_pb2.Reserve, epoch: Epoch) -> None:
+        now = self._clock.monotonic()
+        held = self._reservations.find(key)
+        if held is not None:  # asked again: the same answer
+            self._report_reserved(key, epoch, held)
+            return
+        if key in self._rows or self._reservations.tombstone(key, now) is not None:
+            self._metrics.refused_total.add("late_reserve")
+            return
+        try:
+            spec = spec_from_wire(reserve.spec)
+        except ServingError as error:
+            self._events.post(worker_events.attempt_failed(key, epoch, error=error))
+            return
+        num_blocks = self._layout.num_blocks_for(spec.max_total_tokens)
+        granted = self._grant(key, num_blocks, now)
+        if isinstance(granted, Refusal):
+            self._log.debug("reservation refused", key=str(key), needed=num_blocks, free=granted.free_blocks)
+            self._events.post(
+                worker_events.reserve_refused(
+                    key, epoch, needed_blocks=granted.needed_blocks, free_blocks=granted.free_blocks
+                )
+            )
+            return
+        capacity = outbox_capacity(
+            max_tokens=self._outbox_tokens, max_bytes=self._outbox_bytes, has_stop_strings=spec.has_stop_strings
+        )
+        self._rows[key] = hold(
+            spec,
+            granted,
+            epoch=epoch,
+            layout=self._layout,
+            incarnation=self._incarnation,
+            outbox=Outbox(capacity=capacity),
+            now=now,
+        )
+        self._log.debug("reserved", key=str(key), blocks=num_blocks, prompt_tokens=spec.num_prompt_tokens)
+        self._report_reserved(key, epoch, granted)
+
+    def _grant(self, key: RequestKey, num_blocks: int, now: float) -> Reservation | Refusal:
+        if self.is_draining or self._engine_error is not None or len(self._rows) >= self._max_rows:
+            return Refusal(needed_blocks=num_blocks, free_blocks=0)
+        return self._reservations.grant(
+            key,
+            num_blocks=num_blocks,
+            transfer_id=TransferId(secrets.randbits(64)),
+            attach_ticket=secrets.token_bytes(TICKET_BYTES),
+            now=now,
+        )
+
+    def _let_go(self, key: RequestKey, epoch: Epoch) -> None:
+        row = self._rows.get(key)
+        if row is None:
+            now = self._clock.monotonic()
+            tombstone = self._reservations.tombstone(key, now)
+            if tombstone is None:
+                self._reservations.bury(key, now)
+            computed = 0 if tombstone is None else tombstone.computed_tokens
+            self._events.post(worker_events.released(key, epoch, blocks_freed=0, computed_tokens=computed))
+            return
+        row.release_epoch = epoch
+        self._end(row)
+
+    # ---- the hand-over
+
+    def find(self, key: RequestKey) -> HeldSequence | RejectCode:
+        """The row that KV arrives for, or why there is none."""
+        row = self._rows.get(key)
+        if row is not None:
+            return row
+        has_ended = self._reservations.has_ended(key, self._clock.monotonic())
+        self._metrics.refused_total.add("late_transfer" if has_ended else "unknown_transfer")
+        return RejectCode.GONE if has_ended else RejectCode.UNKNOWN_TRANSFER
+
+    def sign(self, row: HeldSequence) -> None:
+        """The sender lives and holds the job."""
+        self._reservations.sign(row.key, self._clock.monotonic())
+
+    def take_first_token(self, row: HeldSequence, token_id: TokenId, cached_tokens: int) -> RejectCode | None:
+        """Token 1 goes to the reader at once; a repeat is accepted and changes nothing."""
+        if row.first_token is not None:
+            return None
+        if row.stage is Stage.ENDED:
+            return row.reject_code
+        self.sign(row)
+        row.moments.first_token_at = self._clock.monotonic()
+        finish = row.take_first(token_id, cached_tokens, self._eos_ids)
+        self._touch(row)
+        if finish is not None:
+            self._end(row)
+        else:
+            self._join_when_whole(row)
+        return None
+
+    def copy_returned(self, row: HeldSequence, num_bytes: int) -> None:
+        """A copy into the row's blocks has ended, and its receiver knows."""
+        row.kv_bytes += num_bytes
+        self.sign(row)
+        self._join_when_whole(row)
+        self._settle(row)
+
+    def fail_transfer(self, row: HeldSequence, error: ServingError) -> None:
+        """The KV cannot become whole any more."""
+        if row.stage is not Stage.ENDED:
+            self._fail(row, error)
+
+    def _join_when_whole(self, row: HeldSequence) -> None:
+        first_token = row.first_token
+        if row.stage is not Stage.RECEIVING or first_token is None or not row.receiver.is_complete:
+            return
+        now = self._clock.monotonic()
+        self._reservations.commit(row.key)
+        row.stage = Stage.JOINING
+        row.is_in_engine = True
+        row.moments.committed_at = now
+        row.unattended_since = now
+        row.granted_upto = row.outbox.may_compute_upto
+        self._engine.submit(
+            Join(
+                sequence=DecodeSequence(
+                    key=row.key,
+                    spec=row.spec,
+                    block_table=row.block_table,
+                    next_input_token=first_token,
+                    next_index=2,
+                    may_compute_upto=row.granted_upto,
+                )
+            )
+        )
+
+    # ---- the engine
+
+    def on_step(self, step: DecodeStep) -> None:
+        """The report of one step."""
+        if step.num_sequences:
+            self._metrics.step_sequences.record(step.num_sequences)
+            self._metrics.tokens_computed.add(len(step.tokens))
+        for key in step.joined:
+            row = self._rows.get(key)
+            if row is not None and row.stage is Stage.JOINING:
+                row.stage = Stage.RUNNING
+                self._log.debug("committed", key=str(key), kv_bytes=row.kv_bytes)
+                self._events.post(worker_events.kv_committed(key, row.epoch, num_bytes=row.kv_bytes))
+        for token in step.tokens:
+            row = self._rows[token.key]
+            row.num_computed += 1
+            row.is_in_engine = token.finish is None
+            if row.stage is Stage.ENDED:  # made while its Leave was on the way
+                self._settle(row)
+                continue
+            row.take(token.index, token.token_id, token.finish)
+            self._touch(row)
+            if token.finish is not None:
+                self._end(row)
+        for key, fault in step.faults.items():
+            row = self._rows[key]
+            row.is_in_engine = False
+            if row.stage is Stage.ENDED:
+                self._settle(row)
+            else:
+                self._fail(row, fault)
+        for key in step.left:
+            row = self._rows.get(key)
+            if row is not None:
+                row.is_in_engine = False
+                self._settle(row)
+
+    def on_engine_dead(self) -> None:
+        """No step will ever touch a block again: everything that needed one fails."""
+        self._engine_error = ServingError(ErrorCode.INTERNAL, "internal error")
+        for row in list(self._rows.values()):
+            row.is_in_engine = False
+            if row.stage is Stage.ENDED:
+                self._settle(row)
+            else:
+                self._fail(row, self._engine_error)
+        self._events.heartbeat_soon()
+
+    # ---- the gateways
+
+    def attach(self, key: RequestKey, *, ticket: bytes, from_index: int, reader: TokenReader) -> None:
+        """From now on the reader gets the tokens from `from_index` on; an earlier reader gets no more. Raises ServingError."""
+        row = self._rows.get(key)
+        if row is None or row.error is not None:
+            raise ServingError(ErrorCode.REQUEST_NOT_FOUND, "the attempt is not held here")
+        if not secrets.compare_digest(ticket, row.attach_ticket):
+            self._metrics.refused_total.add("bad_ticket")
+            raise ServingError(ErrorCode.PERMISSION_DENIED, "the attach ticket is not of this attempt")
+        first_held = row.outbox.acked_upto + 1
+        if row.outbox.is_done:
+            from_index = max(from_index, first_held)
+        elif not first_held <= from_index <= row.outbox.last_index + 1:
+            raise ServingError(ErrorCode.INVALID_REQUEST, f"token {from_index} is not held: {first_held} is the first")
+        row.reader = reader
+        row.next_unsent = from_index
+        row.is_end_sent = False
+        reader.touch(row)
+
+    def ack(self, key: RequestKey, index: int, reader: TokenReader) -> None:
+        """Tokens 1..index are delivered: room for the engine to go on."""
+        row = self._read_by(key, reader)
+        if row is None or not row.outbox.ack(index):
+            return
+        if row.stage is Stage.ENDED:
+            self._report_done(row)
+            return
+        upto = row.outbox.may_compute_upto
+        # The engine hears of room in quarters of the outbox: a command a token would be as many as the tokens.
+        if row.is_in_engine and upto - row.granted_upto >= max(1, row.outbox.capacity // 4):
+            row.granted_upto = upto
+            self._engine.submit(Grant(key=key, upto_index=upto))
+
+    def finish(self, key: RequestKey, index: int, reason: FinishReason, reader: TokenReader) -> None:
+        """The gateway has the whole answer. A repeat changes nothing. Raises ServingError for an answer that cannot be."""
+        row = self._read_by(key, reader)
+        if row is None:
+            return
+        try:
+            row.outbox.finish(index, reason)
+        except ValueError as error:
+            raise ServingError(ErrorCode.INVALID_REQUEST, str(error)) from error
+        self._end(row)
+
+    def detach(self, key: RequestKey, reader: TokenReader) -> None:
+        """The reader wants no more of it. Ends nothing."""
+        row = self._read_by(key, reader)
+        if row is not None:
+            row.reader = None
+            row.unattended_since = self._clock.monotonic()
+
+    def detach_all(self, reader: TokenReader) -> None:
+        """The reader's stream has ended."""
+        for row in list(self._rows.values()):
+            self.detach(row.key, reader)
+
+    def _read_by(self, key: RequestKey, reader: TokenReader) -> HeldSequence | None:
+        """The row, if this reader has it: what a replaced reader says does not count."""
+        row = self._rows.get(key)
+        return row if row is not None and row.reader is reader else None
+
+    # ---- ends
+
+    def _end(self, row: HeldSequence) -> None:
+        """No more KV, no more steps. Idempotent."""
+        if row.stage is not Stage.ENDED:
+            row.stage = Stage.ENDED
+            row.moments.ended_at = self._clock.monotonic()
+            row.unattended_since = row.moments.ended_at
+            row.receiver.end()
+            row.closed.set()
+            if row.is_in_engine:
+                self._engine.submit(Leave(key=row.key))
+        self._report_done(row)
+        self._settle(row)
+
+    def _fail(self, row: HeldSequence, error: ServingError) -> None:
+        if row.error is not None:
+            return
+        row.error = error
+        row.reader = None
+        self._log.debug("attempt failed", key=str(row.key), code=error.code.value, stage=row.stage.value)
+        self._events.post(worker_events.attempt_failed(row.key, row.epoch, error=error))
+        self._end(row)
+
+    def _settle(self, row: HeldSequence) -> None:
+        """Give the blocks back once nothing touches them, and answer who waits for that."""
+        if not row.is_settled:
+            return
+        freed = self._reservations.free(row.key)
+        row.blocks_freed += freed
+        if freed:
+            self._events.heartbeat_soon()
+        if row.release_epoch is not None:
+            self._events.post(
+                worker_events.released(row.key, row.release_epoch, blocks_freed=freed, computed_tokens=row.num_computed)
+            )
+            self._forget(row)
+        elif row.error is not None:
+            self._forget(row)
+
+    def _forget(self, row: HeldSequence) -> None:
+        if self._rows.pop(row.key, None) is None:
+            return
+        self._reservations.bury(row.key, self._clock.monotonic(), computed_tokens=row.num_computed)
+        end = row.outbox.end
+        self._log.info(
+            "attempt ended",
+            request_id=row.key.request_id,
+            attempt=row.key.attempt,
+            outcome="failed" if row.error else "finished" if row.is_done_reported else "aborted",
+            code=row.error.code.value if row.error else None,
+            finish_reason=end.reason.value if end else None,
+            prompt_tokens=row.spec.num_prompt_tokens,
+            output_tokens=row.outbox.last_index,
+            computed_tokens=row.num_computed,
+            cached_tokens=row.cached_tokens,
+            kv_bytes=row.kv_bytes,
+            blocks_freed=row.blocks_freed,
+            **row.phases_ms(),
+        )
+
+    def _touch(self, row: HeldSequence) -> None:
+        if row.reader is not None:
+            row.reader.touch(row)
+
+    def _report_reserved(self, key: RequestKey, epoch: Epoch, held: Reservation) -> None:
+        target = KvTarget(
+            worker_id=self._worker_id,
+            address=self._address,
+            incarnation=self._incarnation,
+            transfer_id=held.transfer_id,
+            transports=TRANSPORTS,
+        )
+        self._events.post(worker_events.reserved(key, epoch, target=target, attach_ticket=held.attach_ticket))
+
+    def _report_done(self, row: HeldSequence) -> None:
+        """The answer has ended and is with the gateway, all of it; told once, and not to who has aborted it."""
+        end = row.outbox.end
+        if end is None or not row.outbox.is_done or row.is_done_reported or row.release_epoch is not None:
+            return
+        row.is_done_reported = True
+        self._events.post(
+            worker_events.sequence_done(row.key, row.epoch, reason=end.reason, completion_tokens=end.index)
+        )
