@@ -3,12 +3,12 @@
 import asyncio
 import socket
 
-from cli.problem import CommandProblem
+from cli.problem import EXIT_USAGE, CommandProblem
 from shared.domain.errors import ServingError
-from shared.state.client import StateClient
+from shared.state.client import EvictionPolicyError, StateClient
 
 POLL_S = 0.05
-REDIS_TIMEOUT_S = 5.0  # an embedded one answers after 0.1 s, one elsewhere may be just restarting
+REDIS_TIMEOUT_S = 5.0  # an embedded one answers after 0.1 s; one elsewhere may be about to be up again
 
 
 def check_port(port: int) -> None:
@@ -21,3 +21,34 @@ def check_port(port: int) -> None:
             raise CommandProblem(
                 f"port {port} is taken (the gateway uses P and, for administration, P + 1000); choose another --port"
             ) from None
+
+
+async def wait_for_redis(url: str) -> None:
+    """Returns when Redis answers and would never throw a record away; raises CommandProblem with what is wrong."""
+    try:
+        client = StateClient(url)
+        async with asyncio.timeout(REDIS_TIMEOUT_S):
+            while True:
+                if await client.ping():
+                    break
+                await asyncio.sleep(POLL_S)
+        await client.check_eviction_policy()
+        await client.close()
+    except (TimeoutError, ServingError):
+        raise CommandProblem(
+            f"no Redis answers at {_without_password(url)}; start it, or leave --redis-url out to use the embedded one"
+        ) from None
+    except EvictionPolicyError:
+        raise CommandProblem(
+            f"the Redis at {_without_password(url)} may evict records: set its maxmemory-policy to noeviction"
+        ) from None
+    except ValueError:
+        raise CommandProblem(
+            f"{_without_password(url)} is no Redis URL; give one like redis://host:6379/0", exit_code=EXIT_USAGE
+        ) from None
+
+
+def _without_password(url: str) -> str:
+    """What may be shown."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

@@ -87,7 +87,8 @@ def prepare(
     """Prepare a model without running anything, and print its folder: what set-up does."""
     from cli.prepare import prepare_model
 
-    print(prepare_model(model, home.expanduser().absolute(), lambda text: print(text, file=sys.stderr, flush=True)))
+    prepared = prepare_model(model, home.expanduser().absolute(), lambda text: print(text, file=sys.stderr, flush=True))
+    print(prepared.folder)
 
 
 def main() -> None:

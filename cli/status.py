@@ -75,7 +75,7 @@ def fetch_status(url: str) -> SystemStatus:
 
 def parse_status(document: object) -> SystemStatus:
     """Raises ValueError that names what is wrong."""
-    match document:
+    match _as_table(document):
         case {"services": services, "queue": int(queue), "requests": requests, "blocks": blocks}:
             return SystemStatus(
                 services=tuple(_parse_service(service) for service in _as_list(services)),

@@ -9,16 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.checks import check_port, check_redis
+from cli.checks import check_port, wait_for_redis
 from cli.embedded_redis import plan_redis
 from cli.notes import Notes
 from cli.plan import ChildSpec, Deployment, plan_services
-from cli.prepare import model_name_of, prepare_model
+from cli.prepare import prepare_model
 from cli.problem import EXIT_FAILED, CommandProblem
 from cli.readiness import wait_until_ready
 from cli.run_folder import RunFolder
 from cli.supervisor import Supervisor
 from shared.aio import scope
+from shared.obs import logs
 from shared.settings import ADMIN_PORT_OFFSET, SCRIPTED_MODEL_NAME
 
 READY_TIMEOUT_S = 180.0  # a worker maps its weights in seconds; a cold disk and two busy cores may take a minute
@@ -45,21 +46,22 @@ def run_up(options: UpOptions, around: Mapping[str, str]) -> int:
     notes = Notes()
     check_port(options.port)
     check_port(options.port + ADMIN_PORT_OFFSET)
+    logs.configure("up", "ERROR")  # ours are notes; what the state client logs must not get between them
     if options.redis_url is not None:
-        asyncio.run(check_redis(options.redis_url))
+        asyncio.run(wait_for_redis(options.redis_url))
     try:
         folder = RunFolder.create(options.home)
     except OSError as error:
         raise CommandProblem(f"{options.home} cannot be written ({error.strerror}); name another with --home") from None
-    model_dir = None if options.is_scripted else prepare_model(options.model, options.home, notes.say)
-    redis = plan_redis(folder) if options.redis_url is None else None
+    model = None if options.is_scripted else prepare_model(options.model, options.home, notes.say)
+    redis, redis_url = plan_redis(folder) if options.redis_url is None else (None, options.redis_url)
     deployment = Deployment(
         port=options.port,
         num_prefill=options.num_prefill,
         num_decode=options.num_decode,
-        redis_url=options.redis_url or (redis.url if redis is not None else ""),
-        model_dir=model_dir,
-        served_model_name=SCRIPTED_MODEL_NAME if model_dir is None else model_name_of(model_dir),
+        redis_url=redis_url,
+        model_dir=None if model is None else model.folder,
+        served_model_name=SCRIPTED_MODEL_NAME if model is None else model.name,
         cluster_token=secrets.token_urlsafe(32),
     )
     notes.say(f"logs: {folder.path}")
@@ -99,7 +101,7 @@ async def _serve(
                 if redis is not None:
                     notes.wait_for("Redis")
                     scope.spawn(group, supervisor.keep(redis), name=redis.child_id)
-                    await check_redis(deployment.redis_url)
+                    await wait_for_redis(deployment.redis_url)
                 for spec in plan_services(deployment, around):
                     scope.spawn(group, supervisor.keep(spec), name=spec.child_id)
                 await _wait_until_ready(deployment, notes)
