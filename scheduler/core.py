@@ -1,0 +1,309 @@
+"""The scheduler's brain: `SchedulerCore.step(event, now)` returns what is to be done, in order, and does none of it.
+
+No loop, clock, random number, log, socket or store is in here. What must follow a write follows its `Written` event:
+Queued after ADMITTED, Reserve after PLACED (written or owed). Transitions are `shared.domain.lifecycle`'s, what follows
+from them is `scheduler.lives`', workers are `scheduler.sessions`'.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import assert_never
+
+from scheduler import placement
+from scheduler.fleet import Fleet
+from scheduler.ledger import Entry, Ledger
+from scheduler.lives import Lives
+from scheduler.messages import (
+    CancelAsked,
+    CloseStream,
+    CoreEffect,
+    CoreEvent,
+    DrainStarted,
+    HeartbeatTold,
+    InventoryTold,
+    Refused,
+    ReportTold,
+    Resign,
+    RewriteRecords,
+    SessionClosed,
+    SessionOpened,
+    StartReceived,
+    StateBack,
+    StateLost,
+    StateRewritten,
+    StreamClosed,
+    Ticked,
+    Written,
+)
+from scheduler.sessions import WorkerSessions
+from scheduler.waiting import Waiter, Waiting
+from shared.domain import lifecycle_events as events
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Epoch, RequestId
+from shared.domain.lifecycle import RetryRule
+from shared.domain.lifecycle_events import WriteStep
+from shared.domain.request import CancelReason, Role, StoredRequest
+from shared.domain.worker import LossLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreLimits:
+    """All bounds of the core."""
+
+    max_queued_requests: int
+    max_queued_prompt_tokens: int
+    loss: LossLimits
+    gateway_grace_s: float
+    ends_kept_s: float = 60.0  # longer than the grace of a gateway that comes back
+    max_ends_kept: int = 4096  # a minute of 68 requests a second; each holds its prompt
+    max_outcomes_owed: int = 4096
+
+
+class SchedulerCore:
+    """All requests, the one queue and the fleet. One caller at a time."""
+
+    def __init__(self, limits: CoreLimits, epoch: Epoch) -> None:
+        self.epoch = epoch
+        self.fleet = Fleet()
+        self.waiting = Waiting(
+            max_requests=limits.max_queued_requests, max_prompt_tokens=limits.max_queued_prompt_tokens
+        )
+        self.ledger = Ledger(epoch=epoch, ends_kept_s=limits.ends_kept_s, max_ends_kept=limits.max_ends_kept)
+        self.is_state_ready = True
+        self.is_draining = False
+        self._limits = limits
+        self._owed_outcomes: dict[RequestId, StoredRequest] = {}
+        self._owed_placements: set[RequestId] = set()
+        self._out: list[CoreEffect] = []
+        self._lives = Lives(
+            ledger=self.ledger,
+            waiting=self.waiting,
+            fleet=self.fleet,
+            # A retry replays what was delivered, which needs the gateway's tokens: it comes with them.
+            rule=RetryRule(max_retries=0),
+            emit=self._emit,
+        )
+        self._sessions = WorkerSessions(self._lives, epoch, limits.loss)
+
+    def step(self, event: CoreEvent, now: float) -> tuple[CoreEffect, ...]:
+        """Take one event; the effects, in the order in which they are to be performed."""
+        match event:
+            case StartReceived() | CancelAsked() | StreamClosed() | DrainStarted():
+                self._step_gateway(event, now)
+            case SessionOpened() | InventoryTold() | HeartbeatTold() | ReportTold() | SessionClosed():
+                self._step_worker(event, now)
+            case Written() | StateLost() | StateBack() | StateRewritten():
+                self._step_store(event, now)
+            case Ticked():
+                self._tick(now)
+            case _:
+                assert_never(event)
+        out, self._out = tuple(self._out), []
+        return out
+
+    def _emit(self, effect: CoreEffect) -> None:
+        self._out.append(effect)
+
+    # ---- gateways
+
+    def _step_gateway(self, event: StartReceived | CancelAsked | StreamClosed | DrainStarted, now: float) -> None:
+        match event:
+            case StartReceived():
+                self._start(event, now)
+            case CancelAsked():
+                self._cancel(event, now)
+            case StreamClosed():
+                self._stream_closed(event, now)
+            case DrainStarted():
+                self.is_draining = True
+            case _:
+                assert_never(event)
+
+    def _start(self, event: StartReceived, now: float) -> None:
+        if event.epoch_seen > self.epoch:
+            self._emit(Resign(reason="a gateway has seen a higher epoch"))
+            return
+        entry = self.ledger.get(event.spec.request_id)
+        if entry is not None:
+            old = self.ledger.attach(entry, event.stream)
+            if old is not None and old != event.stream:
+                self._emit(CloseStream(stream=old))
+            self._lives.tell_present_state(entry)
+            return
+        waiter = Waiter(
+            request_id=event.spec.request_id,
+            num_prompt_tokens=event.spec.num_prompt_tokens,
+            max_total_tokens=event.spec.max_total_tokens,
+        )
+        error = self._admission_error(event, waiter)
+        if error is not None:
+            self._lives.refuse(event.stream, error)
+            return
+        admitted = events.Admitted(
+            spec=event.spec, gateway_incarnation=event.gateway_incarnation, unix_ms=event.unix_ms
+        )
+        self._lives.admit(admitted, waiter, event.stream, now)
+
+    def _admission_error(self, event: StartReceived, waiter: Waiter) -> ServingError | None:
+        if not waiter.request_id:
+            return ServingError(ErrorCode.INVALID_REQUEST, "request id must not be empty")
+        if event.last_attempt_seen > 0:
+            return ServingError(ErrorCode.STATE_UNAVAILABLE, "the request is not known any more")
+        if self.is_draining:
+            return ServingError(ErrorCode.DRAINING, "the scheduler takes no new requests")
+        if not self.is_state_ready:
+            return ServingError(ErrorCode.STATE_UNAVAILABLE, "the record store does not answer")
+        error = placement.refusal(waiter, self.fleet.of_role(Role.PREFILL), self.fleet.of_role(Role.DECODE))
+        if error is None and not self.waiting.can_admit(waiter.num_prompt_tokens):
+            return ServingError(ErrorCode.OVERLOADED, "the queue is full")
+        return error
+
+    def _cancel(self, event: CancelAsked, now: float) -> None:
+        entry = self.ledger.get(event.request_id)
+        if entry is not None:
+            self._lives.advance(entry, events.CancelRequested(reason=event.reason), now)
+            self._lives.place(now)
+
+    def _stream_closed(self, event: StreamClosed, now: float) -> None:
+        entry = self.ledger.by_stream(event.stream)
+        if entry is not None:
+            self.ledger.detach(entry)
+            entry.stream_broken_at = now
+
+    # ---- workers
+
+    def _step_worker(
+        self, event: SessionOpened | InventoryTold | HeartbeatTold | ReportTold | SessionClosed, now: float
+    ) -> None:
+        match event:
+            case SessionOpened():
+                self._sessions.opened(event, now)
+            case InventoryTold():
+                self._sessions.inventory(event, now)
+            case HeartbeatTold():
+                self._sessions.heartbeat(event, now)
+            case ReportTold():
+                self._sessions.report(event, now)
+            case SessionClosed():
+                self._sessions.closed(event, now)
+            case _:
+                assert_never(event)
+
+    # ---- the record store
+
+    def _step_store(self, event: Written | StateLost | StateBack | StateRewritten, now: float) -> None:
+        match event:
+            case Written():
+                self._written(event, now)
+            case StateLost():
+                self.is_state_ready = False
+            case StateBack():
+                self._owed_placements.clear()
+                self._rewrite(entry for entry in self.ledger.live() if entry.is_written)
+            case StateRewritten():
+                self._rewritten(event, now)
+            case _:
+                assert_never(event)
+
+    def _written(self, event: Written, now: float) -> None:
+        if event.error is ErrorCode.STATE_UNAVAILABLE:
+            self.is_state_ready = False
+        entry = self.ledger.get(event.request_id)
+        if entry is None:
+            return
+        match event.step:
+            case WriteStep.ADMITTED:
+                self._admission_written(entry, event, now)
+            case WriteStep.PLACED:
+                if event.error is not None:
+                    self._owed_placements.add(entry.request_id)
+                self._lives.feed(entry, events.PlacementWritten(attempt=event.attempt), now)
+            case WriteStep.OUTCOME:
+                self._outcome_written(entry, event)
+            case _:
+                assert_never(event.step)
+
+    def _admission_written(self, entry: Entry, event: Written, now: float) -> None:
+        waiter = self.waiting.get(entry.request_id)
+        if waiter is None:
+            return  # cancelled in the meantime; its outcome is the next write
+        if event.error is not None:
+            stream = entry.stream
+            self._lives.forget(entry)
+            if stream is not None:
+                error = ServingError(ErrorCode.STATE_UNAVAILABLE, "the record store does not answer")
+                self._lives.refuse(stream, error)
+            return
+        waiter.is_written = True
+        entry.is_written = True
+        self._lives.tell_queued(entry)
+        self._lives.place(now)
+
+    def _outcome_written(self, entry: Entry, event: Written) -> None:
+        if event.error is None:
+            self._owed_outcomes.pop(entry.request_id, None)
+        else:
+            self._owe(entry)
+        if entry.done_event is not None:
+            ref, number = entry.done_event
+            entry.done_event = None
+            worker = self.fleet.by_ref(ref)
+            if worker is not None:
+                worker.events_in_write.discard(number)
+                self._sessions.ack(worker)
+
+    def _owe(self, entry: Entry) -> None:
+        """Keep an outcome for when Redis is back. With too many the oldest goes: its record expires without one."""
+        self._owed_outcomes[entry.request_id] = self.ledger.stored(entry)
+        if len(self._owed_outcomes) > self._limits.max_outcomes_owed:
+            del self._owed_outcomes[next(iter(self._owed_outcomes))]
+            self._emit(Refused(kind="outcome_write"))
+
+    def _rewritten(self, event: StateRewritten, now: float) -> None:
+        for request_id in event.request_ids:
+            self._owed_outcomes.pop(request_id, None)
+        if not event.is_complete:
+            return  # away again: the next StateBack starts anew
+        if self._owed_placements or self._owed_outcomes:
+            # Changed while the others were written: these, too, before anything is admitted.
+            owed = [self.ledger.get(request_id) for request_id in sorted(self._owed_placements)]
+            self._owed_placements.clear()
+            self._rewrite(entry for entry in owed if entry is not None and not entry.record.state.is_terminal)
+            return
+        self.is_state_ready = True
+
+    def _rewrite(self, entries: Iterable[Entry]) -> None:
+        records = tuple(self.ledger.stored(entry) for entry in entries)
+        self._emit(RewriteRecords(records=(*records, *self._owed_outcomes.values())))
+
+    # ---- time
+
+    def _tick(self, now: float) -> None:
+        self._sessions.check(now)
+        for entry in self.ledger.live():
+            broken_at = entry.stream_broken_at
+            if broken_at is not None and now - broken_at >= self._limits.gateway_grace_s:
+                self._lives.advance(entry, events.CancelRequested(reason=CancelReason.GATEWAY_LOST), now)
+        self._fail_unservable(now)
+        self._lives.place(now)
+        self._tell_positions()
+        self.ledger.forget_old_ends(now)
+
+    def _fail_unservable(self, now: float) -> None:
+        """A request whose pool has lost all its workers waits as long as a lost worker is waited for."""
+        prefills, decodes = self.fleet.of_role(Role.PREFILL), self.fleet.of_role(Role.DECODE)
+        for waiter in self.waiting:
+            if placement.is_servable(waiter, prefills, decodes):
+                waiter.unservable_since = None
+            elif waiter.unservable_since is None:
+                waiter.unservable_since = now
+            elif now - waiter.unservable_since >= self._limits.loss.silence_s:
+                entry = self.ledger.get(waiter.request_id)
+                self._lives.feed(entry, events.CapacityLost(), now)
+
+    def _tell_positions(self) -> None:
+        for position, waiter in enumerate(self.waiting):
+            if waiter.is_written and waiter.told_position != position:
+                entry = self.ledger.get(waiter.request_id)
+                if entry is not None:
+                    self._lives.tell_queued(entry)

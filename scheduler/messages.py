@@ -1,0 +1,399 @@
+"""What goes into `SchedulerCore.step` and what comes out. Values only: no wire, no loop, no clock.
+
+Streams (one per Serve call) and sessions (one per worker connection) are named by numbers that the service gives out.
+"""
+
+from dataclasses import dataclass
+from typing import NewType, TypeAlias
+
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey, WorkerId
+from shared.domain.lifecycle import RequestRecord
+from shared.domain.lifecycle_events import WriteStep
+from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, StoredRequest
+from shared.domain.worker import Capacity, KvTarget, WorkerFacts
+
+StreamId = NewType("StreamId", int)
+SessionId = NewType("SessionId", int)
+
+# ---- in: gateways
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartReceived:
+    """The first message of a Serve stream; for a known request, the return of its gateway."""
+
+    stream: StreamId
+    spec: RequestSpec
+    gateway_incarnation: Incarnation
+    last_attempt_seen: Attempt
+    epoch_seen: Epoch
+    unix_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelAsked:
+    """By message, by RPC or by a mark in Redis. Unknown and ended requests are left alone."""
+
+    request_id: RequestId
+    reason: CancelReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamClosed:
+    """A Serve stream is over, for whatever reason. Starts the grace of a request that still runs."""
+
+    stream: StreamId
+
+
+# ---- in: workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOpened:
+    """A worker said hello."""
+
+    session: SessionId
+    facts: WorkerFacts
+    epoch_seen: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InventoryEntry:
+    """One attempt that a worker holds or has ended lately."""
+
+    key: RequestKey
+    is_done: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InventoryTold:
+    """All that a worker holds. Follows the hello and the unacknowledged events; commands flow after it."""
+
+    session: SessionId
+    entries: tuple[InventoryEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatTold:
+    """A worker's capacity, with how many commands it had seen."""
+
+    session: SessionId
+    capacity: Capacity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedTold:
+    """Decode holds blocks for the whole job."""
+
+    target: KvTarget
+    attach_ticket: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveRefusedTold:
+    """Decode had too few blocks."""
+
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillDoneTold:
+    """The last chunk is computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCommittedTold:
+    """KV and token 1 are at decode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceDoneTold:
+    """The sequence ended and its outbox is empty."""
+
+    finish_reason: FinishReason
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFailedTold:
+    """The worker could not go on with it."""
+
+    error: ServingError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleasedTold:
+    """Answer to Abort and Release."""
+
+    blocks_freed: int
+
+
+WorkerReport: TypeAlias = (
+    ReservedTold
+    | ReserveRefusedTold
+    | PrefillDoneTold
+    | KvCommittedTold
+    | SequenceDoneTold
+    | AttemptFailedTold
+    | ReleasedTold
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportTold:
+    """A numbered event of a worker; sent again until acknowledged."""
+
+    session: SessionId
+    number: int
+    key: RequestKey
+    report: WorkerReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionClosed:
+    """The stream of a worker is over."""
+
+    session: SessionId
+
+
+# ---- in: the record store, time, the process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A Persist came to its end. `error` None = the record is in Redis."""
+
+    request_id: RequestId
+    attempt: Attempt
+    step: WriteStep
+    error: ErrorCode | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLost:
+    """Redis did not answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBack:
+    """Redis answers again; it may have lost everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRewritten:
+    """A Rewrite came to its end; `request_ids` are those written."""
+
+    request_ids: frozenset[RequestId]
+    is_complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    """Time has passed: lost workers, graces, requests that nobody can serve, queue positions, forgetting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainStarted:
+    """Take no new request."""
+
+
+CoreEvent: TypeAlias = (
+    StartReceived
+    | CancelAsked
+    | StreamClosed
+    | SessionOpened
+    | InventoryTold
+    | HeartbeatTold
+    | ReportTold
+    | SessionClosed
+    | Written
+    | StateLost
+    | StateBack
+    | StateRewritten
+    | Ticked
+    | DrainStarted
+)
+
+# ---- out: gateways
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedTold:
+    """Waits behind `position` others."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedTold:
+    """Where to attach."""
+
+    attempt: Attempt
+    target: KvTarget
+    attach_ticket: bytes
+    prefill_worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeTold:
+    """How it ended."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Send on a Serve stream. After an OutcomeTold the stream ends."""
+
+    stream: StreamId
+    message: QueuedTold | PlacedTold | OutcomeTold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseStream:
+    """A newer stream of the same request took over."""
+
+    stream: StreamId
+
+
+# ---- out: workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveJob:
+    """To decode: the whole job."""
+
+    spec: RequestSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillJob:
+    """To prefill: the prompt and where its KV goes."""
+
+    spec: RequestSpec
+    target: KvTarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortJob:
+    """Stop, free, answer Released."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseJob:
+    """The attempt is over: free what is left, answer Released."""
+
+
+CommandBody: TypeAlias = ReserveJob | PrefillJob | AbortJob | ReleaseJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendCommand:
+    """Send on a session. Numbered from 1 per session, in order."""
+
+    session: SessionId
+    worker_id: WorkerId
+    number: int
+    key: RequestKey
+    body: CommandBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WelcomeWorker:
+    """First message on a session."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AckEvents:
+    """Every event up to this number is taken."""
+
+    session: SessionId
+    upto: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseSession:
+    """End a session from our side."""
+
+    session: SessionId
+    reason: str
+
+
+# ---- out: the record store, counters, the process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistRecord:
+    """Write, then answer with Written. What must wait for the write is not among the effects: it follows Written.
+
+    Writes of one request are performed in the order given.
+    """
+
+    stored: StoredRequest
+    step: WriteStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteRecords:
+    """Redis is back: write all of these whatever is there, then answer with StateRewritten."""
+
+    records: tuple[StoredRequest, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnded:
+    """A request reached its outcome: count it, log its one line."""
+
+    record: RequestRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestReleased:
+    """Nothing of a request is held anywhere any more."""
+
+    request_id: RequestId
+    cancel_release_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """An input was dropped or a request not admitted; `kind` is a counter's label."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """Something a person who runs the system should see in the log."""
+
+    what: str
+    worker_id: WorkerId | None = None
+    request_id: RequestId | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resign:
+    """Someone has seen a higher epoch: this scheduler is not the active one and must exit."""
+
+    reason: str
+
+
+CoreEffect: TypeAlias = (
+    Tell
+    | CloseStream
+    | SendCommand
+    | WelcomeWorker
+    | AckEvents
+    | CloseSession
+    | PersistRecord
+    | RewriteRecords
+    | RequestEnded
+    | RequestReleased
+    | Refused
+    | Noted
+    | Resign
+)

@@ -1,0 +1,232 @@
+"""The workers' side of the core: hellos, inventories, heartbeats, numbered reports, and the loss of a worker. Pure."""
+
+from typing import assert_never
+
+from scheduler.fleet import Worker
+from scheduler.lives import Lives, worker_lost
+from scheduler.messages import (
+    AbortJob,
+    AckEvents,
+    AttemptFailedTold,
+    CloseSession,
+    HeartbeatTold,
+    InventoryTold,
+    KvCommittedTold,
+    Noted,
+    PrefillDoneTold,
+    PrefillJob,
+    Refused,
+    ReleasedTold,
+    ReleaseJob,
+    ReportTold,
+    ReservedTold,
+    ReserveJob,
+    ReserveRefusedTold,
+    Resign,
+    SequenceDoneTold,
+    SessionClosed,
+    SessionId,
+    SessionOpened,
+    WelcomeWorker,
+)
+from shared.domain import lifecycle_events as events
+from shared.domain.errors import ServingError
+from shared.domain.ids import Epoch, RequestKey
+from shared.domain.lifecycle import Verdict
+from shared.domain.request import Role
+from shared.domain.worker import LossLimits, WorkerChange, WorkerState
+
+# Whatever a worker holds ends by itself within 45 s (decisions §1), and its tombstones after 60 s.
+LOST_FORGOTTEN_S = 60.0
+
+
+class WorkerSessions:
+    """What workers say, and what silence means."""
+
+    def __init__(self, lives: Lives, epoch: Epoch, limits: LossLimits) -> None:
+        self._lives = lives
+        self._fleet = lives.fleet
+        self._ledger = lives.ledger
+        self._epoch = epoch
+        self._limits = limits
+
+    def check(self, now: float) -> None:
+        """Give up whoever is silent or stalled; forget whoever has been away for long."""
+        for worker in self._fleet:
+            reason = worker.lost_reason(now, self._limits)
+            if reason is not None:
+                self.lose(worker, reason, now)
+            elif worker.lost_at is not None and now - worker.lost_at >= LOST_FORGOTTEN_S:
+                self.forget(worker, "away too long", now)
+
+    def opened(self, event: SessionOpened, now: float) -> None:
+        if event.epoch_seen > self._epoch:
+            self._lives.emit(Resign(reason="a worker has seen a higher epoch"))
+            return
+        worker = self._fleet.by_id(event.facts.ref.worker_id)
+        if worker is not None:
+            self._close_session(worker, "a newer session")
+            if worker.ref != event.facts.ref:
+                self.forget(worker, "another incarnation said hello", now)
+                worker = None
+        if worker is None:
+            worker = Worker(facts=event.facts, heard_at=now)
+            self._fleet.add(worker)
+        worker.open_session(event.session, event.facts, now)
+        self._fleet.attach(worker, event.session)
+        if event.facts.is_draining:
+            worker.change(WorkerChange.STARTED_DRAINING)
+        self._lives.emit(WelcomeWorker(session=event.session))
+        self._lives.emit(Noted(what="worker connected", worker_id=worker.worker_id))
+
+    def inventory(self, event: InventoryTold, now: float) -> None:
+        worker = self._heard(event.session, now)
+        if worker is None:
+            return
+        worker.has_told_inventory = True
+        told = {each.key for each in event.entries}
+        for key in sorted({each.key for each in event.entries if not each.is_done}, key=str):
+            if not self._is_held(worker, key):
+                worker.owed.add(key)
+                worker.pending[key] = AbortJob()
+        for key, body in worker.pending.items():
+            if isinstance(body, AbortJob | ReleaseJob):
+                worker.owed.add(key)
+        for command in worker.commands_again():
+            self._lives.emit(command)
+        if worker.facts.role is Role.DECODE:
+            for key in [key for key in worker.jobs if key not in told and key not in worker.pending]:
+                # Its Reserve was answered and it holds it no more: the attempt is over, whatever ended it.
+                self._attempt_failed(worker, key, worker_lost(worker), now)
+        self._settle_worker(worker, now)
+
+    def _is_held(self, worker: Worker, key: RequestKey) -> bool:
+        entry = self._ledger.get(key.request_id)
+        if entry is None:
+            return False
+        holds = (*entry.record.holds, *entry.record.unreleased)
+        return any(hold.worker == worker.ref and hold.attempt == key.attempt for hold in holds)
+
+    def _settle_worker(self, worker: Worker, now: float) -> None:
+        """New work only after the inventory was told and everything owed is released."""
+        if worker.state is WorkerState.STARTING and worker.has_told_inventory and not worker.owed:
+            worker.change(WorkerChange.SETTLED)
+            self._lives.emit(Noted(what="worker ready", worker_id=worker.worker_id))
+            self._lives.place(now)
+
+    def heartbeat(self, event: HeartbeatTold, now: float) -> None:
+        worker = self._heard(event.session, now)
+        if worker is None:
+            return
+        worker.capacity = event.capacity
+        if event.capacity.is_draining:
+            worker.change(WorkerChange.STARTED_DRAINING)
+        self._lives.place(now)
+
+    def report(self, event: ReportTold, now: float) -> None:
+        worker = self._heard(event.session, now)
+        if worker is None:
+            return
+        if worker.take_event(event.number):
+            self._take_report(worker, event, now)
+        else:
+            self._lives.emit(Refused(kind="duplicate_event"))
+            worker.acked = min(worker.acked, event.number - 1)  # the acknowledgement was lost: say it again
+        self.ack(worker)
+
+    def _take_report(self, worker: Worker, event: ReportTold, now: float) -> None:
+        key, report, attempt = event.key, event.report, event.key.attempt
+        entry = self._ledger.get(key.request_id)
+        match report:
+            case ReservedTold():
+                worker.answered(key, ReserveJob)
+                self._lives.feed(
+                    entry,
+                    events.Reserved(attempt=attempt, target=report.target, attach_ticket=report.attach_ticket),
+                    now,
+                )
+            case ReserveRefusedTold():
+                worker.answered(key, ReserveJob)
+                worker.jobs.pop(key, None)
+                self._lives.remember_refusal(key.request_id, worker, report.free_blocks, now)
+                self._lives.feed(entry, events.ReserveRefused(attempt=attempt), now)
+            case PrefillDoneTold():
+                worker.answered(key, PrefillJob)
+                if key in worker.jobs:
+                    worker.jobs[key].tokens_left = 0
+                self._lives.feed(entry, events.PrefillDone(attempt=attempt), now)
+            case KvCommittedTold():
+                self._lives.feed(entry, events.KvCommitted(attempt=attempt), now)
+            case SequenceDoneTold():
+                done = events.SequenceDone(
+                    attempt=attempt,
+                    finish_reason=report.finish_reason,
+                    completion_tokens=report.completion_tokens,
+                )
+                if self._lives.feed(entry, done, now) is Verdict.TAKEN and entry is not None:
+                    entry.done_event = (worker.ref, event.number)
+                    worker.events_in_write.add(event.number)
+            case AttemptFailedTold():
+                worker.answered(key, ReserveJob, PrefillJob)
+                self._attempt_failed(worker, key, report.error, now)
+            case ReleasedTold():
+                worker.released(key)
+                released = events.Released(
+                    worker=worker.ref, released_attempt=attempt, blocks_freed=report.blocks_freed
+                )
+                self._lives.feed(entry, released, now)
+                self._settle_worker(worker, now)
+            case _:
+                assert_never(report)
+        self._lives.place(now)
+
+    def _attempt_failed(self, worker: Worker, key: RequestKey, error: ServingError, now: float) -> None:
+        failed = events.AttemptFailed(attempt=key.attempt, role=worker.facts.role, error=error)
+        self._lives.feed(self._ledger.get(key.request_id), failed, now)
+
+    def ack(self, worker: Worker) -> None:
+        upto = worker.ack_due()
+        if upto is not None and worker.session is not None:
+            self._lives.emit(AckEvents(session=worker.session, upto=upto))
+
+    def closed(self, event: SessionClosed, now: float) -> None:
+        worker = self._fleet.by_session(event.session)
+        if worker is None:
+            return
+        self._fleet.detach(worker)
+        worker.session_broken_at = now
+        if worker.state is WorkerState.DRAINING and not worker.jobs:
+            worker.change(WorkerChange.LEFT)
+            self.forget(worker, "drained", now)
+
+    def _heard(self, session: SessionId, now: float) -> Worker | None:
+        """The worker of a session that counts, now heard of. None for an older session, whose input is dropped."""
+        worker = self._fleet.by_session(session)
+        if worker is None:
+            self._lives.emit(Refused(kind="old_session"))
+            return None
+        worker.heard_at = now
+        return worker
+
+    def _close_session(self, worker: Worker, reason: str) -> None:
+        session = self._fleet.detach(worker)
+        if session is not None:
+            self._lives.emit(CloseSession(session=session, reason=reason))
+
+    def lose(self, worker: Worker, reason: str, now: float) -> None:
+        """Give a worker up. It may come back: what it still holds is then asked back before it gets new work."""
+        worker.change(WorkerChange.LOST)
+        worker.lost_at = now
+        self._close_session(worker, reason)
+        self._lives.emit(Noted(what="worker lost", worker_id=worker.worker_id, reason=reason))
+        for entry in self._ledger:
+            self._lives.advance(entry, events.WorkerLost(worker=worker.ref), now)
+            self._lives.fail_if_placed_on(entry, worker, now)
+
+    def forget(self, worker: Worker, reason: str, now: float) -> None:
+        """A worker start is over, and with it all that it held."""
+        self._lives.emit(Noted(what="worker gone", worker_id=worker.worker_id, reason=reason))
+        self._fleet.remove(worker)
+        for entry in self._ledger:
+            self._lives.advance(entry, events.WorkerGone(worker=worker.ref), now)
+            self._lives.fail_if_placed_on(entry, worker, now)
