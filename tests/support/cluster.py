@@ -54,6 +54,8 @@ class Status:
     queue: int
     requests: Mapping[str, int]
     blocks: Mapping[str, Mapping[str, int]]
+    unreleased: int
+    sequences: Mapping[str, int]
 
     def of_role(self, role: str) -> list[Service]:
         return sorted((s for s in self.services if s.role == role), key=lambda s: s.id)
@@ -76,6 +78,8 @@ def parse_status(document: Mapping[str, Any]) -> Status:
         queue=document["queue"],
         requests=document["requests"],
         blocks=document["blocks"],
+        unreleased=document["unreleased"],
+        sequences=document["sequences"],
     )
 
 

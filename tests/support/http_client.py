@@ -16,7 +16,7 @@ READ_TIMEOUT_S = 40.0  # above the longest silence that a test allows (keep-aliv
 READ_BYTES = 65_536
 
 
-class ConnectionCut(Exception):
+class ConnectionCut(ConnectionError):
     """The server ended the connection before the answer was complete."""
 
 
@@ -103,6 +103,15 @@ class HttpStream:
                 raise ConnectionCut("the stream has ended")
             self._blocks.extend(self._splitter.feed(piece, at=asyncio.get_running_loop().time()))
 
+    async def close(self) -> None:
+        """Ends the connection as a client does that has lost interest. Leaving the context does the same."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                await self._writer.wait_closed()
+        except OSError:
+            pass  # a connection that either side has reset is closed
+
     def cut(self) -> None:
         """Ends the connection at once with a reset, as a dying client does."""
         raw = self._writer.get_extra_info("socket")
@@ -137,28 +146,19 @@ async def open_request(
     except BaseException:
         raw.close()
         raise
+    stream = HttpStream(reader, writer)
     try:
-        sent: dict[str, str | None] = {
-            "Host": f"{LOOPBACK}:{port}",
-            "Connection": "close",
-            "Content-Length": str(len(content)),
-        }
+        sent: dict[str, str | None] = {"Host": f"{LOOPBACK}:{port}", "Connection": "close"}
+        sent["Content-Length"] = str(len(content))
         if content:
             sent["Content-Type"] = "application/json"
         sent.update(headers or {})
         fields = [f"{name}: {value}" for name, value in sent.items() if value is not None]
-        lines = [f"{method} {path} HTTP/1.1", *fields, "", ""]
-        writer.write("\r\n".join(lines).encode() + content)
-        stream = HttpStream(reader, writer)
+        writer.write("\r\n".join([f"{method} {path} HTTP/1.1", *fields, "", ""]).encode() + content)
         await stream.read_head()
         yield stream
     finally:
-        writer.close()
-        try:
-            async with asyncio.timeout(READ_TIMEOUT_S):
-                await writer.wait_closed()
-        except OSError:
-            pass  # a connection that either side has reset is closed
+        await stream.close()
 
 
 async def exchange(

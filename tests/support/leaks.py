@@ -5,13 +5,11 @@ It asks each process for its counts, the operating system for files and shared m
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import redis
 
 from tests.support import processes
 from tests.support.cluster import Cluster, Service
 from tests.support.polling import eventually
+from tests.support.redis_server import connect
 
 WITHIN_S = 10.0
 # The scrape that we count with is itself a connection, a lost session may be on its second dial, and gRPC keeps a
@@ -65,11 +63,14 @@ async def _unrest(cluster: Cluster, baseline: Baseline | None) -> list[str]:
         found.append(f"queue {status.queue}")
     if status.live_requests:
         found.append(f"live requests {status.live_requests}")
+    if status.unreleased:
+        found.append(f"{status.unreleased} releases owed")
+    if any(status.sequences.values()):
+        found.append(f"sequences {status.sequences}")
     for role in WORKER_ROLES:
         for worker in status.of_role(role):
             found += await _worker_unrest(cluster, worker, baseline)
     found += await _gauge_unrest(cluster, status.one("gateway"), "firsttoken_active_streams")
-    found += await _gauge_unrest(cluster, status.one("scheduler"), "firsttoken_unreleased")
     if baseline is not None:
         found += _system_unrest(status.services, baseline)
     return found + _redis_unrest(status.one("redis"))
@@ -87,11 +88,6 @@ async def _worker_unrest(cluster: Cluster, worker: Service, baseline: Baseline |
         usable, before = await _usable_blocks(cluster, worker), baseline.usable_blocks[worker.id]
         if usable != before:
             found.append(f"{worker.id}: {usable:g} usable blocks, {before:g} before")
-    found += [
-        f"{worker.id}: {sample.value:g} sequences {sample.labels}"
-        for sample in metrics.all("firsttoken_sequences")
-        if sample.value
-    ]
     if waiting := metrics.total("firsttoken_outbox_tokens"):
         found.append(f"{worker.id}: {waiting:g} tokens in outboxes")
     return found
@@ -120,9 +116,7 @@ def _system_unrest(services: tuple[Service, ...], baseline: Baseline) -> list[st
 def _redis_unrest(service: Service) -> list[str]:
     """Live records, and keys that would stay for ever."""
     found: list[str] = []
-    url = f"redis://{service.address}/0"
-    client: Any = redis.Redis.from_url(url, decode_responses=True, socket_timeout=2.0)  # pyright: ignore[reportUnknownMemberType]
-    with client:
+    with connect(f"redis://{service.address}/0") as client:
         for key in list(client.scan_iter(match=f"{KEY_PREFIX}*")):
             if -1 == client.ttl(key):
                 found.append(f"Redis key {key} has no time to live")

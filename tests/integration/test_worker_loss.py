@@ -1,0 +1,227 @@
+"""Workers that die, stall or come back: errors within ten seconds, blocks of the other side freed, no lasting harm."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator, Generator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from tests.support import leaks
+from tests.support.cancelling import live, long_decode, wait_for_state
+from tests.support.chat import CHAT_PATH, ChatRecord, ask, collect, stream_chat
+from tests.support.cluster import Cluster, ClusterPlan, Service
+from tests.support.http_client import HttpStream, exchange
+from tests.support.polling import eventually
+from tests.support.script import counting, padded
+
+ERROR_WITHIN_S = 10.0
+BACK_WITHIN_S = 30.0
+PREFILLING = padded(["x"], num_prompt_tokens=1_000, prefill_ms=40_000)
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def fragile_system() -> Generator[Cluster]:
+    """One worker a role, so that a loss is a loss."""
+    with ClusterPlan().scripted().start() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def fragile(fragile_system: Cluster) -> AsyncGenerator[Cluster]:
+    """Ready and warm before each test; whole and without leaks after it."""
+    await fragile_system.wait_ready(within_s=BACK_WITHIN_S)
+    await ask(fragile_system.port, counting(2).body())
+    baseline = await leaks.capture(fragile_system)
+    yield fragile_system
+    await fragile_system.wait_ready(within_s=BACK_WITHIN_S)
+    await leaks.assert_no_leaks(fragile_system, baseline)
+
+
+async def the(cluster: Cluster, role: str) -> Service:
+    """The only process of a role."""
+    return (await cluster.status()).one(role)
+
+
+async def readyz(cluster: Cluster) -> int:
+    """Status of the gateway's readiness."""
+    return (await exchange(cluster.admin_port, "GET", "/readyz")).status
+
+
+async def wait_served_again(cluster: Cluster, role: str, old: Service) -> None:
+    """The restarted worker is a new process and the system answers through it."""
+    await eventually(
+        lambda: the(cluster, role),
+        lambda now: now.ready and now.pid != old.pid,
+        within_s=BACK_WITHIN_S,
+        what=f"a new {role} worker is ready",
+    )
+    await eventually(lambda: readyz(cluster), lambda s: s == 200, within_s=BACK_WITHIN_S, what="ready again")
+    script = counting(5)
+    assert script.text() == (await stream_chat(cluster.port, script.body())).text
+
+
+async def ends_with_error(stream: HttpStream, record: ChatRecord | None = None) -> ChatRecord:
+    """Reads to the end, which must be an error event and come in time."""
+    async with asyncio.timeout(ERROR_WITHIN_S):
+        record = await collect(stream, record=record)
+    assert record.error is not None, f"ended with {record.finish_reason}"
+    assert "worker_lost" == record.error["code"]
+    return record
+
+
+async def test_decode_worker_killed(fragile: Cluster) -> None:
+    """Streams in decoding and one in prefill: each ends with an error event in time; readiness tells the truth."""
+    async with AsyncExitStack() as stack:
+        decoding = [await stack.enter_async_context(live(fragile, long_decode())) for _ in range(3)]
+        records = [await collect(stream, until_deltas=2) for stream in decoding]
+        prefilling = await stack.enter_async_context(live(fragile, PREFILLING))
+        await wait_for_state(fragile, "prefilling")
+        old = await the(fragile, "decode")
+        os.kill(old.live_pid, signal.SIGKILL)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(
+                eventually(lambda: readyz(fragile), lambda s: s == 503, within_s=ERROR_WITHIN_S, what="not ready")
+            )
+            group.create_task(ends_with_error(prefilling))
+            for stream, record in zip(decoding, records, strict=True):
+                group.create_task(ends_with_error(stream, record))
+    for record in records:
+        assert long_decode().text(len(record.deltas)) == record.text
+    await wait_served_again(fragile, "decode", old)
+
+
+async def test_prefill_worker_killed(fragile: Cluster) -> None:
+    """PDX-04: half-way through a prompt; the queued one behind it too or it is served later; decoding goes on unharmed."""
+    going_on = counting(150, step_ms=20)
+    async with live(fragile, going_on) as decoding, live(fragile, PREFILLING) as prefilling:
+        record = await collect(decoding, until_deltas=2)
+        await wait_for_state(fragile, "prefilling")
+        old = await the(fragile, "prefill")
+        os.kill(old.live_pid, signal.SIGKILL)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ends_with_error(prefilling))
+            group.create_task(collect(decoding, record=record))
+    assert going_on.text() == record.text
+    assert "stop" == record.finish_reason
+    await wait_served_again(fragile, "prefill", old)
+
+
+async def test_a_whole_answer_whose_worker_dies(fragile: Cluster) -> None:
+    """A client without a stream gets a 503 with an error object, never an empty or half 200."""
+    old = await the(fragile, "decode")
+    async with asyncio.TaskGroup() as group:
+        asking = group.create_task(exchange(fragile.port, "POST", CHAT_PATH, body=long_decode().body()))
+        await wait_for_state(fragile, "decoding")
+        os.kill(old.live_pid, signal.SIGKILL)
+
+    answer = asking.result()
+    assert 503 == answer.status, answer.body[:200]
+    assert "worker_lost" == answer.json()["error"]["code"]
+    await wait_served_again(fragile, "decode", old)
+
+
+async def test_prefill_restarted_again_and_again(fragile: Cluster) -> None:
+    """PDX-05: after each restart the first request works; the decode worker lives through all of it."""
+    decode = await the(fragile, "decode")
+    for _ in range(3):
+        old = await the(fragile, "prefill")
+        async with live(fragile, long_decode()) as stream:
+            await collect(stream, until_deltas=1)
+            os.kill(old.live_pid, signal.SIGKILL)
+            await wait_served_again(fragile, "prefill", old)
+            stream.cut()
+    assert decode == await the(fragile, "decode")
+
+
+async def test_a_frozen_decode_worker(fragile: Cluster) -> None:
+    """SIGSTOP: its streams fail in time; when it wakes up it is fenced, takes part again and holds nothing old."""
+    old = await the(fragile, "decode")
+    async with live(fragile, long_decode()) as stream:
+        record = await collect(stream, until_deltas=2)
+        os.kill(old.live_pid, signal.SIGSTOP)
+        try:
+            await ends_with_error(stream, record)
+            assert 503 == await readyz(fragile)
+        finally:
+            os.kill(old.live_pid, signal.SIGCONT)
+    await fragile.wait_ready(within_s=BACK_WITHIN_S)
+    script = counting(5)
+    assert script.text() == (await stream_chat(fragile.port, script.body())).text
+
+
+async def test_new_requests_while_a_pool_is_empty(fragile: Cluster) -> None:
+    """A request that comes while no prefill worker is there gets a 503 or waits and is answered; never an empty 200."""
+    old = await the(fragile, "prefill")
+    os.kill(old.live_pid, signal.SIGKILL)
+    script = counting(5)
+
+    async with asyncio.timeout(BACK_WITHIN_S):
+        answer = await exchange(fragile.port, "POST", CHAT_PATH, body=script.body())
+
+    if answer.status == 200:
+        assert script.text() == answer.json()["choices"][0]["message"]["content"]
+    else:
+        assert 503 == answer.status, answer.body
+        assert answer.json()["error"]["code"] in ("no_capacity", "worker_lost")
+    await wait_served_again(fragile, "prefill", old)
+
+
+async def test_scheduler_killed(fragile: Cluster) -> None:
+    """Streams end (with their text or an error) in bounded time, the system recovers by itself, nothing is left."""
+    old = await the(fragile, "scheduler")
+    async with live(fragile, long_decode()) as first, live(fragile, PREFILLING) as second:
+        record = await collect(first, until_deltas=2)
+        await wait_for_state(fragile, "prefilling")
+        os.kill(old.live_pid, signal.SIGKILL)
+        async with asyncio.timeout(30.0), asyncio.TaskGroup() as group:
+            group.create_task(collect(first, record=record))
+            other = group.create_task(collect(second))
+    assert record.error is not None
+    assert other.result().error is not None
+    assert long_decode().text(len(record.deltas)) == record.text
+    await wait_served_again(fragile, "scheduler", old)
+
+
+async def test_a_short_answer_outlives_its_scheduler(fragile: Cluster) -> None:
+    """Decode works on without a scheduler: an answer that ends before the new one is there is complete and exact."""
+    script = counting(20, step_ms=10)
+    old = await the(fragile, "scheduler")
+    async with live(fragile, script) as stream:
+        record = await collect(stream, until_deltas=1)
+        os.kill(old.live_pid, signal.SIGKILL)
+        await collect(stream, record=record)
+    assert (script.text(), "stop") == (record.text, record.finish_reason)
+    await wait_served_again(fragile, "scheduler", old)
+
+
+async def test_gateway_killed(fragile: Cluster) -> None:
+    """Its streams are cut; after the grace the scheduler has cancelled them, and all blocks are free."""
+    old = await the(fragile, "gateway")
+    async with live(fragile, long_decode()) as stream:
+        await collect(stream, until_deltas=2)
+        os.kill(old.live_pid, signal.SIGKILL)
+        with pytest.raises((OSError, EOFError)):
+            await collect(stream)
+    await wait_served_again(fragile, "gateway", old)
+
+
+@pytest.fixture
+def stalling_system() -> Generator[Cluster]:
+    """A busy worker whose step takes longer than 2 s is lost."""
+    with ClusterPlan().scripted().setting("step_stall_s", 2).start() as cluster:
+        yield cluster
+
+
+async def test_a_stalled_engine(stalling_system: Cluster) -> None:
+    """OPS-02: heartbeats go on but no step ends: the stream fails, readiness says so; after the step it is used again."""
+    cluster = stalling_system
+    async with live(cluster, counting(5, step_ms=6_000)) as stream:
+        await ends_with_error(stream)
+        assert 503 == await readyz(cluster)
+    await cluster.wait_ready(within_s=BACK_WITHIN_S)
+    script = counting(5)
+    assert script.text() == (await stream_chat(cluster.port, script.body())).text
+    await leaks.capture(cluster)
