@@ -1,4 +1,4 @@
-"""One attempt on the decode worker: its KV on the way in, its tokens on the way out. No decisions here, only what is."""
+"""One attempt on the decode worker: its KV on the way in, its tokens on the way out. State, no decisions."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Protocol
 from decode_worker.outbox import Outbox
 from decode_worker.reservations import Reservation
 from shared.domain.errors import ServingError
-from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId
+from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId, TransferId
 from shared.domain.request import FinishReason, RequestSpec, SequenceState
 from shared.engine.executor import finish_reason
 from shared.kv.block_table import BlockTable
@@ -61,6 +61,7 @@ class HeldSequence:
     key: RequestKey
     spec: RequestSpec
     epoch: Epoch  # of the Reserve: what the events of this attempt answer
+    transfer_id: TransferId
     attach_ticket: bytes
     block_table: BlockTable
     receiver: FrameReceiver
@@ -100,7 +101,7 @@ class HeldSequence:
         return not self.outbox.is_done
 
     def take(self, index: int, token_id: TokenId, finish: FinishReason | None) -> None:
-        """Put a token into the outbox; with a `finish` it is the last. Raises ValueError when it does not belong there."""
+        """Put a token into the outbox; with a `finish` it is the last. Raises ValueError where it is not the next."""
         self.outbox.append(index, token_id)
         if finish is not None:
             self.outbox.close(finish)
@@ -149,6 +150,7 @@ def hold(
         key=granted.key,
         spec=spec,
         epoch=epoch,
+        transfer_id=granted.transfer_id,
         attach_ticket=granted.attach_ticket,
         block_table=block_table,
         receiver=FrameReceiver(

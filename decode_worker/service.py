@@ -1,7 +1,7 @@
 """The decode worker's table of (request, attempt): commands of the scheduler in, numbered events out.
 
-Streams, copies and the engine's thread call in from outside and find their row here; none of them owns one. Everything runs
-in the event loop and nothing waits. Blocks go back in `_settle` alone, when neither a copy nor a step can touch them.
+Streams, copies and the engine's thread call in from outside and find their row here; none of them owns one. Everything
+runs in the event loop and nothing waits. Blocks go back in `_settle` alone, when no copy and no step can touch them.
 """
 
 import secrets
@@ -340,7 +340,7 @@ class DecodeService:
     # ---- the gateways
 
     def attach(self, key: RequestKey, *, ticket: bytes, from_index: int, reader: TokenReader) -> None:
-        """From now on the reader gets the tokens from `from_index` on; an earlier reader gets no more. Raises ServingError."""
+        """The reader gets the tokens from `from_index` on, an earlier reader no more. Raises ServingError."""
         row = self._rows.get(key)
         if row is None or row.error is not None:
             raise ServingError(ErrorCode.REQUEST_NOT_FOUND, "the attempt is not held here")
@@ -372,7 +372,7 @@ class DecodeService:
             self._engine.submit(Grant(key=key, upto_index=upto))
 
     def finish(self, key: RequestKey, index: int, reason: FinishReason, reader: TokenReader) -> None:
-        """The gateway has the whole answer. A repeat changes nothing. Raises ServingError for an answer that cannot be."""
+        """The gateway has the whole answer; a repeat changes nothing. Raises ServingError for an impossible one."""
         row = self._read_by(key, reader)
         if row is None:
             return

@@ -1,0 +1,215 @@
+"""The receiving end of KV transfers: frames in, checked, copied by our own thread into blocks that the attempt still holds.
+
+A received payload belongs to its one transfer and one frame until it is copied; a stream has one frame in hand at a time, and
+what it sends beyond that waits at the sender (credit). A copy that has begun always returns, and only then may blocks be freed.
+"""
+
+import asyncio
+import zlib
+
+from grpc import aio
+from structlog.typing import FilteringBoundLogger
+
+from decode_worker.sequence import HeldSequence, Stage
+from decode_worker.service import DecodeService
+from shared.aio.scope import stop_when
+from shared.codec.kv import frame_header_from_wire, held_to_wire, reject_to_wire
+from shared.codec.request import key_from_wire
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Incarnation, TokenId, TransferId
+from shared.kv.frames import AlreadyHeld, Reject, RejectCode, WriteBlocks
+from shared.kv.memory import KvMemory
+from shared.obs.metrics import Metrics
+from shared.transfer.copier import Copier
+from shared.transfer.handshake import Acquaintances
+from shared.wire import common_pb2, kv_pb2, kv_pb2_grpc
+
+_OPEN_TIMEOUT_S = 5.0  # the first message of a stream is sent with its opening
+
+
+class KvReceiver(kv_pb2_grpc.KvTransferServicer):
+    """The servicer of `KvTransfer`."""
+
+    def __init__(
+        self,
+        *,
+        service: DecodeService,
+        acquaintances: Acquaintances,
+        incarnation: Incarnation,
+        memory: KvMemory,
+        copier: Copier,
+        metrics: Metrics,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._service = service
+        self._acquaintances = acquaintances
+        self._incarnation = incarnation
+        self._memory = memory
+        self._copier = copier
+        self._metrics = metrics
+        self._log = log
+
+    async def Hello(  # noqa: N802 - grpc's name
+        self, request: kv_pb2.TransferHello, context: object
+    ) -> kv_pb2.TransferWelcome:
+        try:
+            welcome = self._acquaintances.welcome(request)
+        except ServingError as error:
+            self._metrics.refused_total.add("handshake")
+            self._log.warning("handshake refused", peer=request.worker_id, reason=error.message)
+            raise
+        self._log.info("handshake", peer=request.worker_id, transport=welcome.transport)
+        return welcome
+
+    async def FirstToken(  # noqa: N802 - grpc's name
+        self, request: kv_pb2.FirstTokenRequest, context: object
+    ) -> kv_pb2.FirstTokenReply:
+        sender = Incarnation(request.sender_incarnation)
+        row = self._find(
+            key=request.key, transfer_id=request.transfer_id, sender=sender, receiver=request.receiver_incarnation
+        )
+        if isinstance(row, HeldSequence):
+            row.sender = sender
+            code = self._service.take_first_token(row, TokenId(request.token_id), request.cached_tokens)
+        else:
+            code = row.code
+        return kv_pb2.FirstTokenReply(rejected=reject_to_wire(code))
+
+    # A coroutine that reads and writes, where the generated type wants a generator: only so can a wait for the next frame
+    # be broken off by the end of the attempt.
+    async def Push(  # noqa: N802 # pyright: ignore[reportIncompatibleMethodOverride]
+        self, _request_iterator: object, context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]"
+    ) -> None:
+        async with asyncio.timeout(_OPEN_TIMEOUT_S):
+            first = await context.read()
+        if first is aio.EOF or first.WhichOneof("message") != "open":
+            await _reject(context, Reject(code=RejectCode.NO_HANDSHAKE, message="a stream begins with its opening"))
+            return
+        opened = self._open(first.open)
+        if isinstance(opened, Reject):
+            await _reject(context, opened)
+            return
+        row = opened
+        stream = row.receiver.stream
+        self._service.sign(row)
+        await context.write(kv_pb2.PushDown(held=held_to_wire(row.receiver.held_ranges())))
+        rejected: Reject | None = None
+        async with stop_when(row.closed):
+            rejected = await self._receive(row, stream, context)
+            if rejected is None:
+                return
+        if rejected is None:
+            rejected = Reject(code=row.reject_code, message="the attempt has ended here")
+        await _reject(context, rejected)
+
+    async def _receive(
+        self, row: HeldSequence, stream: int, context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]"
+    ) -> Reject | None:
+        """Until the sender closes the stream (None) or sends what cannot be taken."""
+        while True:
+            message = await context.read()
+            if message is aio.EOF:
+                return None
+            match message.WhichOneof("message"):
+                case "frame":
+                    answer = await self._take_frame(row, stream, message.frame)
+                    if isinstance(answer, Reject):
+                        self._refuse(row, answer)
+                        return answer
+                    await context.write(kv_pb2.PushDown(ack=kv_pb2.FrameAck(upto=answer)))
+                case "keep_alive":
+                    self._service.sign(row)
+                case _:  # a second opening; or what a newer sender may add
+                    return Reject(code=RejectCode.BAD_RANGE, message="neither frame nor keep-alive")
+
+    def _open(self, opening: kv_pb2.PushOpen) -> HeldSequence | Reject:
+        sender = Incarnation(opening.sender_incarnation)
+        row = self._find(
+            key=opening.key, transfer_id=opening.transfer_id, sender=sender, receiver=opening.receiver_incarnation
+        )
+        if isinstance(row, Reject):
+            return row
+        opened = row.receiver.open(
+            key=row.key,
+            transfer_id=TransferId(opening.transfer_id),
+            sender_incarnation=sender,
+            receiver_incarnation=Incarnation(opening.receiver_incarnation),
+        )
+        if isinstance(opened, Reject):
+            self._metrics.refused_total.add("transfer")
+            return Reject(code=row.reject_code, message=opened.message) if row.closed.is_set() else opened
+        row.sender = sender
+        return row
+
+    def _find(
+        self, *, key: common_pb2.RequestKey, transfer_id: int, sender: Incarnation, receiver: int
+    ) -> HeldSequence | Reject:
+        """The row that an opening or a first token is for, whoever the sender claims to be being checked."""
+        if receiver != self._incarnation:
+            return self._counted(RejectCode.STALE_INCARNATION, "the receiver has been started anew")
+        if not self._acquaintances.knows(sender):
+            return self._counted(RejectCode.NO_HANDSHAKE, "the sender has not said hello")
+        row = self._service.find(key_from_wire(key))
+        if isinstance(row, RejectCode):
+            return Reject(code=row, message="the attempt is not held here")
+        if row.transfer_id != transfer_id:
+            return self._counted(RejectCode.UNKNOWN_TRANSFER, "another transfer")
+        if row.sender not in (None, sender):
+            return self._counted(RejectCode.STALE_INCARNATION, "another start of the sender has the transfer")
+        return row
+
+    def _counted(self, code: RejectCode, message: str) -> Reject:
+        self._metrics.refused_total.add("transfer")
+        return Reject(code=code, message=message)
+
+    async def _take_frame(self, row: HeldSequence, stream: int, frame: kv_pb2.KvFrame) -> int | Reject:
+        """Check and copy; returns the number up to which all frames are in the pool."""
+        payload = frame.payload
+        crc32 = await self._copier.submit(lambda: zlib.crc32(payload))
+        judged = row.receiver.accept(
+            frame_header_from_wire(frame), payload_crc32=crc32, num_payload_bytes=len(payload), stream=stream
+        )
+        match judged:
+            case Reject():
+                return judged
+            case AlreadyHeld(acked_upto=acked_upto):
+                self._service.sign(row)
+                return acked_upto
+            case WriteBlocks():
+                return await self._copy(row, stream, judged, payload)
+
+    async def _copy(self, row: HeldSequence, stream: int, write: WriteBlocks, payload: bytes) -> int:
+        acked_upto = 0
+        copying = self._copier.submit(
+            lambda: self._memory.write(
+                write.block_ids, layer_start=write.layer_start, layer_end=write.layer_end, payload=payload
+            )
+        )
+
+        def returned(copy: asyncio.Future[None]) -> None:
+            nonlocal acked_upto
+            if copy.cancelled() or copy.exception() is not None:
+                row.receiver.copy_failed(write.number, stream=stream)
+                self._service.fail_transfer(row, ServingError(ErrorCode.INTERNAL, "internal error"))
+                self._service.copy_returned(row, 0)
+                return
+            acked_upto = row.receiver.copied(write.number, stream=stream)
+            self._service.copy_returned(row, len(payload))
+
+        copying.add_done_callback(returned)
+        # The stream may break and the attempt may end meanwhile: the copy goes on, and is waited for by the row.
+        await asyncio.shield(copying)
+        return acked_upto
+
+    def _refuse(self, row: HeldSequence, rejected: Reject) -> None:
+        """A frame that cannot be taken. Damage is the attempt's end; a late stream's frames are nobody's."""
+        self._metrics.refused_total.add("frame")
+        self._log.warning("frame refused", key=str(row.key), code=rejected.code.value, reason=rejected.message)
+        if row.stage is Stage.RECEIVING and rejected.code in (RejectCode.BAD_CHECKSUM, RejectCode.BAD_RANGE):
+            self._service.fail_transfer(row, ServingError(ErrorCode.KV_CORRUPT, "the KV was damaged on its way"))
+
+
+async def _reject(context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]", rejected: Reject) -> None:
+    await context.write(
+        kv_pb2.PushDown(reject=kv_pb2.Reject(code=reject_to_wire(rejected.code), message=rejected.message))
+    )
