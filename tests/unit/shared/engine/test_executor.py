@@ -1,0 +1,56 @@
+"""Tests of `shared.engine.executor`."""
+
+import pytest
+
+from shared.domain.errors import ErrorCode
+from shared.domain.ids import Attempt, BlockId, RequestId, RequestKey, TokenId
+from shared.domain.request import FinishReason, RequestSpec
+from shared.domain.sampling import SamplingParams
+from shared.engine.executor import DecodeRow, finish_reason, internal_fault
+from shared.kv.block_table import BlockTable
+
+EOS = TokenId(2)
+
+
+def _spec(*, ignore_eos: bool = False) -> RequestSpec:
+    return RequestSpec(
+        request_id=RequestId("r"),
+        prompt_ids=(TokenId(1),) * 5,
+        max_tokens=3,
+        sampling=SamplingParams(seed=0),
+        ignore_eos=ignore_eos,
+    )
+
+
+@pytest.mark.parametrize(
+    ("index", "token", "ignore_eos", "expected"),
+    [
+        (1, 7, False, None),
+        (1, EOS, False, FinishReason.STOP),
+        (1, EOS, True, None),
+        (3, 7, False, FinishReason.LENGTH),
+        (3, EOS, False, FinishReason.STOP),
+        (3, EOS, True, FinishReason.LENGTH),
+    ],
+)
+def test_how_a_sequence_ends(index: int, token: int, ignore_eos: bool, expected: FinishReason | None) -> None:
+    """By its end token unless that is ignored, else by its length; the end token wins."""
+    assert expected == finish_reason(_spec(ignore_eos=ignore_eos), index=index, token_id=TokenId(token), eos_ids={EOS})
+
+
+def test_position_of_a_fed_token() -> None:
+    """Token 1 follows the prompt directly; it is fed to get token 2."""
+    row = DecodeRow(
+        key=RequestKey(RequestId("r"), Attempt(1)),
+        spec=_spec(),
+        block_table=BlockTable((BlockId(0),), 16),
+        input_token=TokenId(7),
+        index=2,
+    )
+
+    assert 5 == row.position
+
+
+def test_an_internal_fault_says_nothing() -> None:
+    """What broke is for the log alone."""
+    assert (ErrorCode.INTERNAL, "internal error") == (internal_fault().code, internal_fault().message)
