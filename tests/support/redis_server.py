@@ -22,6 +22,11 @@ def connect(url: str) -> Any:
 class RedisServer(EmbeddedValkey):
     """Without persistence: after a restart it is empty."""
 
+    @property
+    def client(self) -> Any:
+        """A fresh synchronous client."""
+        return connect(self.url)
+
     def pause(self) -> None:
         """SIGSTOP: connections stay open and nothing answers."""
         os.kill(self.pid, signal.SIGSTOP)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+DEFAULTS: dict[str, Any] = {"repeat": 1, "prefill_ms": 0, "step_ms": 0, "eos": True, "fail_at": None}
 Piece = str | bytes
 """One token: text, or bytes that need not be whole characters."""
 
@@ -22,18 +23,17 @@ class Script:
 
     @property
     def message(self) -> str:
-        """The user message that plays this script."""
+        """The user message that plays this script; what is not said is the generator's default."""
         pieces = [piece if isinstance(piece, str) else {"hex": piece.hex()} for piece in self.pieces]
-        return json.dumps(
-            {
-                "pieces": pieces,
-                "repeat": self.repeat,
-                "prefill_ms": self.prefill_ms,
-                "step_ms": self.step_ms,
-                "eos": self.eos,
-                "fail_at": self.fail_at,
-            }
-        )
+        settings = {
+            "repeat": self.repeat,
+            "prefill_ms": self.prefill_ms,
+            "step_ms": self.step_ms,
+            "eos": self.eos,
+            "fail_at": self.fail_at,
+        }
+        said = {name: value for name, value in settings.items() if value != DEFAULTS[name]}
+        return json.dumps({"pieces": pieces, **said})
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,0 +1,180 @@
+"""Redis away, in every way it can be: what runs goes on, new requests get 503, and it recovers by itself."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator
+
+import pytest
+
+from tests.support import leaks
+from tests.support.cancelling import live, long_decode, outcomes, wait_blocks_free, wait_outcomes
+from tests.support.chat import CHAT_PATH, ask, collect, stream_chat
+from tests.support.cluster import Cluster, ClusterPlan
+from tests.support.http_client import HttpAnswer, exchange
+from tests.support.polling import eventually
+from tests.support.redis_server import RedisServer, own_redis
+from tests.support.script import counting
+
+REFUSED_WITHIN_S = 3.0
+BACK_WITHIN_S = 15.0
+KEY_PREFIX = "firsttoken:1:"
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Generator[RedisServer]:
+    """The store that the tests take away."""
+    with own_redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def system(redis_server: RedisServer) -> Generator[Cluster]:
+    """A system on that store."""
+    with ClusterPlan().scripted().redis_url(redis_server.url).start() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def cluster(system: Cluster) -> AsyncGenerator[Cluster]:
+    """A system on that store."""
+    """Warm before, ready and without leaks after each test."""
+    await ask(system.port, counting(2).body())
+    baseline = await leaks.capture(system)
+    yield system
+    await system.wait_ready(within_s=BACK_WITHIN_S)
+    await leaks.assert_no_leaks(system, baseline)
+
+
+async def question(cluster: Cluster) -> HttpAnswer:
+    """A whole answer of two words, or what came instead."""
+    return await exchange(cluster.port, "POST", CHAT_PATH, body=counting(2).body())
+
+
+OUTAGES: dict[str, tuple[Callable[[RedisServer], None], Callable[[RedisServer], None]]] = {
+    "frozen": (RedisServer.pause, RedisServer.resume),
+    "killed and back empty": (RedisServer.kill, RedisServer.start),
+}
+
+
+@pytest.mark.parametrize("outage", OUTAGES)
+async def test_running_streams_go_on_and_new_requests_are_refused(
+    cluster: Cluster, redis_server: RedisServer, outage: str
+) -> None:
+    """A stream across the outage is exact; refusals are soon; cancel works without Redis; afterwards all is as before."""
+    take_away, bring_back = OUTAGES[outage]
+    script = counting(250, step_ms=20)
+    async with live(cluster, script) as stream, live(cluster, long_decode()) as doomed:
+        record = await collect(stream, until_deltas=3)
+        await collect(doomed, until_deltas=2)
+        take_away(redis_server)
+        try:
+            async with asyncio.timeout(REFUSED_WITHIN_S):
+                answer = await question(cluster)
+            assert 503 == answer.status, answer.body
+            assert "state_unavailable" == answer.json()["error"]["code"]
+            assert "service_unavailable_error" == answer.json()["error"]["type"]
+            assert int(answer.headers["retry-after"]) >= 1
+            doomed.cut()
+            await eventually(
+                cluster.status,
+                lambda status: status.requests.get("decoding", 0) == 1,
+                within_s=3.0,
+                what="the cancelled stream has ended without Redis",
+            )
+            await collect(stream, until_deltas=len(record.deltas) + 30, record=record)
+        finally:
+            bring_back(redis_server)
+        back = await eventually(
+            lambda: question(cluster), lambda a: a.status == 200, within_s=BACK_WITHIN_S, what="served again"
+        )
+        await collect(stream, record=record)
+    assert counting(2).text() == back.json()["choices"][0]["message"]["content"]
+    assert (script.text(), "stop") == (record.text, record.finish_reason)
+
+
+async def test_live_records_are_written_again(cluster: Cluster, redis_server: RedisServer) -> None:
+    """After a restart that forgot everything the record of what runs is there again, and then its outcome."""
+    async with live(cluster, long_decode()) as stream:
+        await collect(stream, until_deltas=2)
+        request_id = stream.headers["x-firsttoken-request"]
+        key = f"{KEY_PREFIX}request:{{{request_id}}}"
+        redis_server.kill()
+        redis_server.start()
+        with redis_server.client as client:
+            assert not client.exists(key)
+
+            async def state() -> str | None:
+                return client.hget(key, "state")
+
+            await eventually(state, lambda s: s == "decoding", within_s=BACK_WITHIN_S, what="the record is back")
+            stream.cut()
+            await eventually(state, lambda s: s == "cancelled", within_s=5.0, what="the outcome is written")
+            assert 0 < client.ttl(key) <= 600
+
+
+async def test_records_hold_no_text(cluster: Cluster, redis_server: RedisServer) -> None:
+    """Neither the question nor the answer is in Redis at any time of a request."""
+    secret = "sesame-9313"
+    script = counting(30, step_ms=20)
+    with redis_server.client as client:
+
+        def dump() -> str:
+            keys = list(client.scan_iter(match="*"))
+            return repr([(key, client.hgetall(key) if client.type(key) == "hash" else client.get(key)) for key in keys])
+
+        body = script.body()
+        body["messages"].insert(0, {"role": "system", "content": secret})
+        async with live(cluster, script, messages=body["messages"]) as stream:
+            record = await collect(stream, until_deltas=3)
+            during = dump()
+            await collect(stream, record=record)
+        after = dump()
+    for seen in (during, after):
+        assert record.request_id in seen
+        assert secret not in seen
+        assert "w1" not in seen
+
+
+async def test_a_stored_cancel_mark_is_found_after_a_gap(cluster: Cluster, redis_server: RedisServer) -> None:
+    """RED-01: the subscription is cut and the mark set without a wake-up: the request ends within 3 s, once."""
+    before = await outcomes(cluster)
+    async with live(cluster, long_decode()) as stream:
+        record = await collect(stream, until_deltas=2)
+        with redis_server.client as client:
+            client.set(f"{KEY_PREFIX}cancel:{{{record.request_id}}}", "delete", px=60_000)
+            assert client.execute_command("CLIENT", "KILL", "TYPE", "pubsub") >= 1
+        async with asyncio.timeout(3.0):
+            await collect(stream, record=record)
+    assert record.error is not None
+    assert "cancelled" == record.error["code"]
+    await wait_blocks_free(cluster, within_s=2.0)
+    await wait_outcomes(cluster, before, cancelled=1)
+
+
+async def test_an_evicting_redis_is_refused() -> None:
+    """A store that may drop live records is named as unfit, and the start ends instead of running on it."""
+    with own_redis() as server:
+        with server.client as client:
+            client.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(AssertionError, match="noeviction"), ClusterPlan().scripted().redis_url(server.url).start():
+            pass
+
+
+async def test_a_crowd_across_an_outage(cluster: Cluster, redis_server: RedisServer) -> None:
+    """Twenty streams while Redis freezes for as long as they run: every text exact."""
+    scripts = [counting(60 + i, step_ms=20) for i in range(20)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(stream_chat(cluster.port, script.body())) for script in scripts]
+        await eventually(
+            cluster.status,
+            lambda status: status.requests.get("decoding", 0) == 20,
+            within_s=10.0,
+            what="all streams decode",
+        )
+        redis_server.pause()
+        try:
+            for task in tasks:
+                await task
+        finally:
+            redis_server.resume()
+    assert [script.text() for script in scripts] == [task.result().text for task in tasks]
