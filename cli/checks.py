@@ -25,15 +25,11 @@ def check_port(port: int) -> None:
 
 async def wait_for_redis(url: str) -> None:
     """Returns when Redis answers and would never throw a record away; raises CommandProblem with what is wrong."""
+    client = StateClient(url)
     try:
-        client = StateClient(url)
         async with asyncio.timeout(REDIS_TIMEOUT_S):
-            while True:
-                if await client.ping():
-                    break
-                await asyncio.sleep(POLL_S)
+            await _ping_until_it_answers(client)
         await client.check_eviction_policy()
-        await client.close()
     except (TimeoutError, ServingError):
         raise CommandProblem(
             f"no Redis answers at {_without_password(url)}; start it, or leave --redis-url out to use the embedded one"
@@ -46,6 +42,15 @@ async def wait_for_redis(url: str) -> None:
         raise CommandProblem(
             f"{_without_password(url)} is no Redis URL; give one like redis://host:6379/0", exit_code=EXIT_USAGE
         ) from None
+    finally:
+        await client.close()
+
+
+async def _ping_until_it_answers(client: StateClient) -> None:
+    while True:
+        if await client.ping():
+            return
+        await asyncio.sleep(POLL_S)
 
 
 def _without_password(url: str) -> str:

@@ -32,11 +32,16 @@ class RunFolder:
         """Where a child's stdout and stderr go, over all its restarts."""
         return self.path / f"{child_id}.log"
 
-    def tail(self, child_id: str, max_lines: int) -> list[str]:
-        """The last lines that a child wrote; reads a bounded piece of the file."""
+    def log_size(self, child_id: str) -> int:
+        """In bytes, 0 before the first start."""
+        path = self.log_path(child_id)
+        return path.stat().st_size if path.exists() else 0
+
+    def tail(self, child_id: str, max_lines: int, *, begin: int = 0) -> list[str]:
+        """The last lines that a child wrote after the first `begin` bytes; reads a bounded piece of the file."""
         try:
             with self.log_path(child_id).open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                log.seek(max(begin, log.seek(0, os.SEEK_END) - TAIL_BYTES))
                 return log.read(TAIL_BYTES).decode(errors="replace").splitlines()[-max_lines:]
         except FileNotFoundError:
             return []

@@ -48,6 +48,7 @@ class Supervisor:
         num_deaths = 0
         while not self._stopping.is_set():
             started_at = asyncio.get_running_loop().time()
+            log_begin = self._folder.log_size(spec.child_id)
             child = await Child.start(spec, self._folder.log_path(spec.child_id))
             self._children[spec.child_id] = (spec, child)
             if self._stopping.is_set():  # the stop came while it was being started, and did not see it
@@ -58,7 +59,7 @@ class Supervisor:
             num_deaths += 1
             if asyncio.get_running_loop().time() - started_at > STEADY_AFTER_S:
                 backoff.reset()
-            self._judge(spec.child_id, code, num_deaths)
+            self._judge(spec.child_id, code, num_deaths, log_begin)
             delay_s = backoff.next_delay()
             self._say(
                 f"{spec.child_id} ended with {describe_exit(code)}; starting it again in {delay_s:.1f} s "
@@ -66,11 +67,11 @@ class Supervisor:
             )
             await self._wait_for_stop(delay_s)
 
-    def _judge(self, child_id: str, code: int, num_deaths: int) -> None:
-        """Raises CommandProblem when another start makes no sense."""
+    def _judge(self, child_id: str, code: int, num_deaths: int, log_begin: int) -> None:
+        """Shows why a child does not come up; raises CommandProblem when another start makes no sense."""
         if self._was_ready:
             return
-        for line in self._folder.tail(child_id, NUM_TAIL_LINES):
+        for line in self._folder.tail(child_id, NUM_TAIL_LINES, begin=log_begin):
             self._say(f"  {child_id} | {line}")
         if code == EXIT_USAGE or num_deaths >= MAX_DEATHS_BEFORE_READY:
             raise CommandProblem(

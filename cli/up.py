@@ -106,11 +106,11 @@ async def _serve(
                     scope.spawn(group, supervisor.keep(spec), name=spec.child_id)
                 await _wait_until_ready(deployment, notes)
                 supervisor.set_ready()
-                notes.tell(f"ready {deployment.url}", _curl_line(deployment))
+                notes.tell(f"ready {deployment.url}", curl_line(deployment))
                 await _watch_logs(folder)
             await supervisor.stop()
     except BaseExceptionGroup as failures:
-        raise _first_problem(failures) from None
+        raise first_problem(failures) from None
     finally:
         notes.waited()
         await supervisor.end_all()
@@ -136,7 +136,7 @@ async def _watch_logs(folder: RunFolder) -> None:
         await asyncio.to_thread(folder.turn_over_long_logs)
 
 
-def _curl_line(deployment: Deployment) -> str:
+def curl_line(deployment: Deployment) -> str:
     """To try it: copied into a shell as it is."""
     question = "What is the capital of France?"
     if deployment.model_dir is None:
@@ -146,7 +146,7 @@ def _curl_line(deployment: Deployment) -> str:
     return f"curl -N {deployment.url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
-def _first_problem(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_problem(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     """One sentence is told, as several children that cannot start usually say the same. A bug stays a whole group."""
     problems, others = failures.split(CommandProblem)
     if others is not None or problems is None:

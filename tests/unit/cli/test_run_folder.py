@@ -42,6 +42,18 @@ def test_tail_gives_the_last_lines(tmp_path: Path) -> None:
     assert [] == folder.tail("prefill-0", 2)
 
 
+def test_tail_can_leave_out_what_an_earlier_start_wrote(tmp_path: Path) -> None:
+    """Else the third try would show the complaints of the first two again."""
+    folder = RunFolder.create(tmp_path)
+    assert 0 == folder.log_size("decode-0")
+    folder.log_path("decode-0").write_text("first start\n")
+    begin = folder.log_size("decode-0")
+    with folder.log_path("decode-0").open("a") as log:
+        log.write("second start\n")
+
+    assert ["second start"] == folder.tail("decode-0", 10, begin=begin)
+
+
 def test_a_long_log_is_turned_over_under_its_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer goes on into the same, now empty, file; one older file is kept."""
     monkeypatch.setattr(run_folder, "MAX_LOG_BYTES", 10)

@@ -1,0 +1,67 @@
+"""What is looked at before anything is started."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli import checks
+from cli.checks import check_port, wait_for_redis
+from cli.problem import EXIT_FAILED, EXIT_USAGE, CommandProblem
+from shared.state.embedded import EmbeddedValkey
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
+    """A real server, started."""
+    with EmbeddedValkey(0, tmp_path) as server:
+        yield server
+
+
+def test_a_taken_port_is_one_sentence() -> None:
+    """With the port and the option that helps."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(CommandProblem) as caught:
+            check_port(port)
+
+    assert str(port) in caught.value.sentence
+    assert "--port" in caught.value.sentence
+    check_port(port)
+
+
+async def test_a_redis_that_answers_is_good(valkey: EmbeddedValkey) -> None:
+    """Nothing is said."""
+    await wait_for_redis(valkey.url)
+
+
+async def test_a_redis_that_may_evict_is_refused(valkey: EmbeddedValkey) -> None:
+    """A record thrown away under memory pressure would be a request without an owner."""
+    with socket.create_connection(("127.0.0.1", valkey.port)) as connection:
+        connection.sendall(b"CONFIG SET maxmemory-policy allkeys-lru\r\n")
+        assert connection.recv(64).startswith(b"+OK")
+
+    with pytest.raises(CommandProblem, match="noeviction"):
+        await wait_for_redis(valkey.url)
+
+
+async def test_no_redis_is_one_sentence_without_its_password(
+    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a bounded wait; it may have been about to start."""
+    monkeypatch.setattr(checks, "REDIS_TIMEOUT_S", 0.2)
+    with pytest.raises(CommandProblem) as caught:
+        await wait_for_redis(f"redis://:hunter2@127.0.0.1:{unused_tcp_port}/0")
+
+    assert EXIT_FAILED == caught.value.exit_code
+    assert f"redis://127.0.0.1:{unused_tcp_port}/0" in caught.value.sentence
+    assert "hunter2" not in caught.value.sentence
+
+
+async def test_what_is_no_redis_url_is_wrong_usage() -> None:
+    """Exit code 2, at once."""
+    with pytest.raises(CommandProblem) as caught:
+        await wait_for_redis("http://127.0.0.1:6379")
+
+    assert EXIT_USAGE == caught.value.exit_code

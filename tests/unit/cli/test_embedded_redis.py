@@ -1,0 +1,25 @@
+"""The embedded Valkey as a child."""
+
+import asyncio
+from pathlib import Path
+
+from cli.checks import wait_for_redis
+from cli.child import Child
+from cli.embedded_redis import plan_redis
+from cli.plan import DrainStage
+from cli.run_folder import RunFolder
+
+
+async def test_the_planned_child_serves_its_url_again_after_a_restart(tmp_path: Path) -> None:
+    """Same port, empty store: the scheduler writes its live records again. Its log is where the notes say."""
+    folder = RunFolder.create(tmp_path)
+    spec, url = plan_redis(folder)
+
+    assert DrainStage.STATE is spec.stage
+    for _ in range(2):
+        child = await Child.start(spec, folder.log_path(spec.child_id))
+        await wait_for_redis(url)
+        child.terminate()
+        async with asyncio.timeout(5):
+            assert 0 == await child.wait()
+    assert folder.tail(spec.child_id, 5)
