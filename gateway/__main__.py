@@ -1,0 +1,84 @@
+"""`python -m gateway`: wiring, and the order of the drain."""
+
+import asyncio
+
+from gateway.app import Gateway, open_gateway
+from gateway.config import GatewayConfig
+from gateway.fleet import StatusPage
+from gateway.server import GatewayServer
+from shared.aio.scope import spawn
+from shared.domain.errors import ServingError
+from shared.obs.admin import bind
+from shared.process import Process, run
+from shared.state.cancellation import Cancellations
+from shared.state.client import StateClient
+from shared.state.leadership import Leadership
+from shared.state.locate import SchedulerLocator
+from shared.text.chat import ChatTokenizer
+
+
+async def main(process: Process, config: GatewayConfig) -> None:
+    """Serves until told to stop, drains, returns."""
+    tokenizer = await asyncio.to_thread(_load_tokenizer, config)
+    state = StateClient(config.redis_url)
+    leadership = None if config.scheduler else Leadership(state, process.clock)
+    try:
+        async with open_gateway(
+            config,
+            tokenizer=tokenizer,
+            locator=SchedulerLocator(leadership, config.scheduler),
+            cancellations=Cancellations(state),
+            clock=process.clock,
+            incarnation=process.incarnation,
+            metrics=process.metrics,
+        ) as gateway:
+            await _serve(process, config, gateway, state)
+    finally:
+        await state.close()
+
+
+async def _serve(process: Process, config: GatewayConfig, gateway: Gateway, state: StateClient) -> None:
+    sock = bind(config.host, config.port)
+    host, port = sock.getsockname()[:2]
+    literal = f"[{host}]" if ":" in host else host
+    page = StatusPage(
+        gateway.fleet,
+        gateway_id=process.name,
+        address=f"http://{literal}:{port}",
+        admin_url=lambda: process.admin_url,
+        is_ready=process.readiness.ask,
+        redis_url=config.redis_url,
+        redis_pid=lambda: _redis_pid(state),
+    )
+    process.add_admin_route("/status", page)
+    server = GatewayServer(gateway.app)
+    async with asyncio.TaskGroup() as group:
+        spawn(group, server.serve(sockets=[sock]), name="http")
+        process.readiness.probe = gateway.fleet.readiness
+        process.readiness.set(True)
+        process.log.info("serving", address=f"http://{literal}:{port}")
+        await process.stopping.wait()
+        process.readiness.set(False, "draining")
+        await gateway.sessions.drain(config.drain_timeout_s)
+        server.should_exit = True
+
+
+def _load_tokenizer(config: GatewayConfig) -> ChatTokenizer:
+    return ChatTokenizer.scripted() if config.model_dir is None else ChatTokenizer.load(config.model_dir)
+
+
+async def _redis_pid(state: StateClient) -> int | None:
+    """0 where it does not tell, None where it does not answer."""
+    try:
+        info = await state.call("INFO", "server")
+    except ServingError:
+        return None
+    for line in bytes(info).decode(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name == "process_id" and value.strip().isdecimal():
+            return int(value)
+    return 0
+
+
+if __name__ == "__main__":
+    run("gateway", GatewayConfig, main)

@@ -1,0 +1,89 @@
+"""The gateway put together. Holds no torch; a test looks."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+
+from gateway.clients.scheduler import SchedulerClient
+from gateway.clients.tokens import TokenStreams
+from gateway.config import GatewayConfig
+from gateway.fleet import FleetView
+from gateway.intake import IntakeReader
+from gateway.routes import Routes
+from gateway.session import Services
+from gateway.sessions import Sessions
+from shared.domain.clock import Clock
+from shared.domain.ids import Incarnation
+from shared.obs.metrics import Metrics
+from shared.rpc.channels import ChannelPool
+from shared.state.cancellation import Cancellations
+from shared.state.locate import SchedulerLocator
+from shared.text.chat import ChatTokenizer
+
+# Rendering and tokenising: the tokenizer's inner part runs without the interpreter's lock, the rest does not.
+_INTAKE_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """An ASGI application and what its main needs of it."""
+
+    app: FastAPI
+    sessions: Sessions
+    fleet: FleetView
+
+
+@contextlib.asynccontextmanager
+async def open_gateway(
+    config: GatewayConfig,
+    *,
+    tokenizer: ChatTokenizer,
+    locator: SchedulerLocator,
+    cancellations: Cancellations | None,
+    clock: Clock,
+    incarnation: Incarnation,
+    metrics: Metrics,
+) -> AsyncGenerator[Gateway]:
+    """Everything that a request needs, for as long as the body runs; enter and leave it in one task. At its end what still
+    runs is cut off: call `sessions.drain` before."""
+    pool = ChannelPool(config.cluster_token.get_secret_value())
+    scheduler = SchedulerClient(locate=locator.locate, pool=pool, incarnation=incarnation, metrics=metrics, clock=clock)
+    fleet = FleetView(scheduler, clock)
+    with ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="intake") as executor:
+        try:
+            async with asyncio.TaskGroup() as group:
+                sessions = Sessions(group, config.max_open_requests)
+                tokens = TokenStreams(pool, group, metrics)
+                services = Services(
+                    clock=clock,
+                    metrics=metrics,
+                    scheduler=scheduler,
+                    fleet=fleet,
+                    tokens=tokens,
+                    cancellations=cancellations,
+                    served_model_name=config.served_model_name,
+                )
+                routes = Routes(
+                    services=services,
+                    sessions=sessions,
+                    reader=IntakeReader(tokenizer, config.served_model_name),
+                    executor=executor,
+                    config=config,
+                )
+                metrics.active_streams(lambda: sessions.num_open)
+                yield Gateway(app=make_app(routes), sessions=sessions, fleet=fleet)
+                sessions.close()
+                tokens.close()
+        finally:
+            await pool.close()
+
+
+def make_app(routes: Routes) -> FastAPI:
+    """No documentation pages, no redirects, no middleware: nothing stands between a session and its socket."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    routes.add_to(app)
+    return app

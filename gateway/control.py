@@ -1,0 +1,127 @@
+"""One request's line to the scheduler. It outlives a broken stream: it is dialled again within a grace.
+
+Before admission the request may wait for an active scheduler; after it a scheduler that stays away ends the request.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+
+from gateway.clients.link import LinkBroken
+from gateway.clients.scheduler import ControlStream, Placed, Queued, SchedulerClient, Start
+from shared.aio.backoff import Backoff
+from shared.domain.clock import Clock
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.request import CancelReason, Outcome, RequestSpec
+
+ADMISSION_WAIT_S = 10.0  # decisions §1: without an active scheduler a new request waits this long, then 503
+GRACE_S = 5.0  # what the scheduler gives a gateway whose stream broke
+
+
+class ControlLine:
+    """`run` once; `ask_cancel` at any time. `progress` tells the last attempt seen and the tokens held."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: SchedulerClient,
+        clock: Clock,
+        progress: Callable[[], tuple[int, int]],
+        on_queued: Callable[[Queued], None],
+        on_placed: Callable[[Placed], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._progress = progress
+        self._on_queued = on_queued
+        self._on_placed = on_placed
+        self._stream: ControlStream | None = None
+        self._cancel_reason: CancelReason | None = None
+        self._cancel_asked = asyncio.Event()
+        self._is_known = False
+        self._give_up_at = clock.monotonic() + ADMISSION_WAIT_S
+
+    @property
+    def is_known(self) -> bool:
+        """May the scheduler have the request? False until a Start has left."""
+        return self._is_known
+
+    async def max_request_tokens(self, ask: Callable[[], Awaitable[int]]) -> int:
+        """What the largest KV pool holds, by `ask`. Waits for a scheduler. Raises ServingError."""
+        backoff = _backoff()
+        while True:
+            try:
+                return await ask()
+            except LinkBroken as broken:
+                await self._pause(backoff, broken)
+
+    async def run(self, spec: RequestSpec) -> Outcome:
+        """To the outcome. Raises ServingError where none came: refused, cancelled too early, or no scheduler in time."""
+        backoff = _backoff()
+        while True:
+            try:
+                return await self._run_stream(spec, backoff)
+            except LinkBroken as broken:
+                await self._pause(backoff, broken)
+
+    async def ask_cancel(self, reason: CancelReason) -> None:
+        """Told at once where there is a stream, else first thing on the next. Only the first reason counts."""
+        if self._cancel_reason is not None:
+            return
+        self._cancel_reason = reason
+        self._cancel_asked.set()
+        if self._stream is not None:
+            with contextlib.suppress(LinkBroken, ServingError):  # `run` sees the same and dials again
+                await self._stream.ask_cancel(reason)
+
+    async def _run_stream(self, spec: RequestSpec, backoff: Backoff) -> Outcome:
+        """One stream, to its end."""
+        last_attempt, tokens_held = self._progress()
+        has_heard = False
+        try:
+            async with asyncio.timeout(max(0.0, self._give_up_at - self._clock.monotonic())) as patience:
+                start = Start(spec=spec, last_attempt_seen=last_attempt, tokens_held=tokens_held)
+                async with contextlib.AsyncExitStack() as stack:
+                    stream = await self._scheduler.serve(start)
+                    stack.callback(stream.close)
+                    # No await between these two lines: `ask_cancel` has either seen the stream or left its reason.
+                    self._stream, reason = stream, self._cancel_reason
+                    self._is_known = True
+                    if reason is not None:
+                        await stream.ask_cancel(reason)
+                    while True:
+                        event = await stream.read()
+                        has_heard = True
+                        patience.reschedule(None)
+                        backoff.reset()
+                        match event:
+                            case Queued():
+                                self._on_queued(event)
+                            case Placed():
+                                self._on_placed(event)
+                            case Outcome():
+                                return event
+        except TimeoutError:
+            raise LinkBroken("no answer in time") from None
+        finally:
+            self._stream = None
+            if has_heard:
+                self._give_up_at = self._clock.monotonic() + GRACE_S
+
+    async def _pause(self, backoff: Backoff, broken: LinkBroken) -> None:
+        """Waits for the next try. Raises what the client is to be told where there is none."""
+        delay_s = backoff.next_delay()
+        if self._clock.monotonic() + delay_s >= self._give_up_at:
+            raise broken.told
+        if self._is_known:
+            await asyncio.sleep(delay_s)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._cancel_asked.wait()
+            raise ServingError(ErrorCode.CANCELLED, "cancelled before it was admitted")
+
+
+def _backoff() -> Backoff:
+    return Backoff(initial_s=0.05, max_s=1.0, random=random.random)

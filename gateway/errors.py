@@ -1,0 +1,21 @@
+"""`ServingError` -> HTTP. In a stream the same object is written by `gateway.sse`."""
+
+import json
+
+from shared.domain.errors import ErrorCode, ServingError, openai_error
+
+# 499 is for logs only. Someone cancelled the request by its id while its client waited for the whole answer: there is
+# none and will be none, and clients do not repeat a 410 by themselves.
+_CANCELLED_STATUS = 410
+
+
+def http_status(error: ServingError) -> int:
+    return _CANCELLED_STATUS if error.code is ErrorCode.CANCELLED else error.row.http_status
+
+
+def error_headers(error: ServingError) -> dict[str, str]:
+    return {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
+
+
+def error_body(error: ServingError) -> bytes:
+    return json.dumps(openai_error(error)).encode()

@@ -1,0 +1,176 @@
+"""The HTTP routes. What they raise becomes an OpenAI error body by the handlers below, whatever it is."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import cast
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.answer import Answer
+from gateway.body import read_body
+from gateway.clients.link import LinkBroken
+from gateway.config import GatewayConfig
+from gateway.errors import error_body, error_headers, http_status
+from gateway.intake import DEFAULT_ALIAS, Intake, IntakeReader, accepts_event_stream
+from gateway.journal import Journal
+from gateway.request_id import COMPLETION_PREFIX, Identity, new_identity, parse_request_id
+from gateway.session import Services
+from gateway.sessions import Sessions
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.request import CancelReason, RequestState
+
+
+class Routes:
+    """The handlers, with what they use."""
+
+    def __init__(
+        self,
+        *,
+        services: Services,
+        sessions: Sessions,
+        reader: IntakeReader,
+        executor: Executor,
+        config: GatewayConfig,
+    ) -> None:
+        self._services = services
+        self._sessions = sessions
+        self._reader = reader
+        self._executor = executor
+        self._config = config
+        self._started_unix_s = services.clock.unix_ms() // 1000
+
+    def add_to(self, app: FastAPI) -> None:
+        """Routes and error handlers."""
+        app.add_api_route("/v1/chat/completions", self.completions, methods=["POST"], response_model=None)
+        app.add_api_route("/api/chat", self.chat, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/requests/{request_id:path}", self.cancel, methods=["DELETE"], response_model=None)
+        app.add_exception_handler(ServingError, self.on_serving_error)
+        app.add_exception_handler(HTTPException, self.on_http_exception)
+        app.add_exception_handler(Exception, self.on_bug)
+
+    # ---- asking
+
+    async def completions(self, request: Request) -> "Response | Answer":
+        """POST /v1/chat/completions"""
+        return await self._ask(request, self._reader.read_completion)
+
+    async def chat(self, request: Request) -> "Response | Answer":
+        """POST /api/chat"""
+        if not accepts_event_stream(request.headers):
+            raise ServingError(
+                ErrorCode.NOT_ACCEPTABLE, "this route gives text/event-stream: name it in Accept", param="accept"
+            )
+        return await self._ask(request, self._reader.read_chat)
+
+    async def _ask(self, request: Request, read: Callable[[bytes], Intake]) -> Answer:
+        identity = self._identity(request)
+        journal = Journal(self._services.clock, self._services.metrics, identity, request.url.path)
+        try:
+            leave = self._sessions.enter()
+        except ServingError as error:
+            journal.write(RequestState.FAILED, error)
+            raise
+        try:
+            body = await read_body(request, self._config.max_body_bytes)
+            loop = asyncio.get_running_loop()
+            intake = await loop.run_in_executor(self._executor, read, body)
+            journal.num_prompt_tokens = len(intake.prompt_ids)
+            journal.num_ignored_fields = intake.num_ignored_fields
+            if intake.num_ignored_fields:
+                self._services.metrics.ignored_fields.add(intake.num_ignored_fields)
+            session = self._sessions.start(self._services, intake, identity, journal, leave)
+        except BaseException as error:
+            leave()
+            told = error if isinstance(error, ServingError) else None
+            is_cancelled = told is not None and told.code is ErrorCode.CANCELLED
+            journal.write(RequestState.CANCELLED if is_cancelled else RequestState.FAILED, told)
+            raise
+        return Answer(
+            session.link,
+            clock=self._services.clock,
+            keep_alive_s=self._config.keep_alive_s,
+            stall_timeout_s=self._config.stall_timeout_s,
+        )
+
+    # ---- the rest
+
+    async def models(self) -> Response:
+        """GET /v1/models"""
+        return JSONResponse({"object": "list", "data": [self._model_object(name) for name in self._names()]})
+
+    async def model(self, name: str) -> Response:
+        """GET /v1/models/{name}"""
+        self._reader.require_model(name)
+        return JSONResponse(self._model_object(name))
+
+    async def cancel(self, request_id: str) -> Response:
+        """DELETE /v1/requests/{id}: 200 when all is released, 202 when some of it is still owed."""
+        bare_id = parse_request_id(request_id)
+        answer = None
+        failure: ServingError | None = None
+        try:
+            answer = await self._services.scheduler.cancel(bare_id, CancelReason.DELETE)
+        except LinkBroken as broken:
+            failure = broken.told
+        try:  # for a scheduler that is away now, or before it has acted
+            if self._services.cancellations is not None:
+                await self._services.cancellations.mark(bare_id, CancelReason.DELETE)
+                failure = None
+        except ServingError as error:
+            failure = failure and error
+        if failure is not None:
+            raise failure
+        is_released = answer is not None and answer.is_released
+        body = {
+            "id": COMPLETION_PREFIX + bare_id,
+            "object": "request.cancellation",
+            "outcome": answer.state.value if answer is not None and answer.state is not None else None,
+            "released": is_released,
+            "blocks_freed": answer.blocks_freed if answer is not None else 0,
+        }
+        return JSONResponse(body, status_code=200 if is_released else 202)
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys((self._services.served_model_name, DEFAULT_ALIAS)))
+
+    def _model_object(self, name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": self._started_unix_s, "owned_by": "firsttoken"}
+
+    def _identity(self, request: Request) -> Identity:
+        """Made once a request, kept where the error handlers find it."""
+        if not hasattr(request.state, "identity"):
+            request.state.identity = new_identity(request.headers, self._services.clock.unix_ms())
+        return cast("Identity", request.state.identity)
+
+    # ---- errors
+
+    async def on_serving_error(self, request: Request, error: Exception) -> Response:
+        """What our own code raised on purpose."""
+        assert isinstance(error, ServingError)
+        headers = {**error_headers(error), **self._identity(request).headers}
+        return Response(error_body(error), http_status(error), headers, "application/json")
+
+    async def on_http_exception(self, request: Request, error: Exception) -> Response:
+        """Starlette's own: no such path, no such method."""
+        assert isinstance(error, HTTPException)
+        match error.status_code:
+            case 404:
+                told = ServingError(ErrorCode.NOT_FOUND, "no such path")
+            case 405:
+                told = ServingError(ErrorCode.METHOD_NOT_ALLOWED, f"{request.method} is not allowed here")
+            case _:
+                told = ServingError(ErrorCode.INVALID_REQUEST, "the request cannot be read")
+        response = await self.on_serving_error(request, told)
+        for name, value in (error.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+    async def on_bug(self, request: Request, error: Exception) -> Response:
+        """Anything else; the server logs its traceback."""
+        return await self.on_serving_error(request, ServingError(ErrorCode.INTERNAL, "the server failed"))

@@ -1,0 +1,95 @@
+"""All live sessions of this gateway: the bound on their number, and the drain."""
+
+import asyncio
+from collections.abc import Callable
+
+from gateway.intake import Intake
+from gateway.journal import Journal
+from gateway.request_id import Identity
+from gateway.session import Services, Session
+from shared.aio.scope import spawn
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.request import CancelReason
+
+# What a cancelled session may still take: the outcome's wait, and a client that reads its last bytes.
+_LAST_WORDS_S = 6.0
+
+
+class Sessions:
+    """Sessions run in `group`, which outlives every client connection."""
+
+    def __init__(self, group: asyncio.TaskGroup, max_open_requests: int) -> None:
+        self._group = group
+        self._max_open = max_open_requests
+        self._num_open = 0
+        self._sessions: dict[Session, asyncio.Task[None]] = {}
+        self._is_draining = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @property
+    def num_open(self) -> int:
+        """Requests between their first check and their end."""
+        return self._num_open
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def enter(self) -> Callable[[], None]:
+        """Takes one place, before the body is read; the function gives it back, once. Raises DRAINING or OVERLOADED."""
+        if self._is_draining:
+            raise ServingError(ErrorCode.DRAINING, "this gateway is shutting down")
+        if self._num_open >= self._max_open:
+            raise ServingError(ErrorCode.OVERLOADED, "this gateway has too many open requests")
+        self._num_open += 1
+        self._is_idle.clear()
+        has_left = False
+
+        def leave() -> None:
+            nonlocal has_left
+            if not has_left:
+                has_left = True
+                self._num_open -= 1
+                if self._num_open == 0:
+                    self._is_idle.set()
+
+        return leave
+
+    def start(
+        self, services: Services, intake: Intake, identity: Identity, journal: Journal, leave: Callable[[], None]
+    ) -> Session:
+        """The session owns the place from here on."""
+        session = Session(services, intake, identity, journal)
+        task = spawn(self._group, self._run(session, leave), name=f"session {identity.request_id}")
+        self._sessions[session] = task
+        return session
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes nothing new, lets what runs end, cancels what is left after `timeout_s`."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_idle.wait()
+                return
+        except TimeoutError:
+            pass
+        for session in list(self._sessions):
+            session.cancel(CancelReason.SHUTDOWN, ServingError(ErrorCode.DRAINING, "this gateway is shutting down"))
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._is_idle.wait()
+        except TimeoutError:
+            pass  # a client that does not read: its connection is cut with the server
+
+    def close(self) -> None:
+        """Ends whatever is left, without a word to its client."""
+        for task in self._sessions.values():
+            task.cancel()
+
+    async def _run(self, session: Session, leave: Callable[[], None]) -> None:
+        try:
+            await session.run()
+        finally:
+            del self._sessions[session]
+            leave()
