@@ -27,6 +27,7 @@ TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"  # OpenTelemetry's own
 REFUSED_TOTAL = "firsttoken_refused_total"
 ACTIVE_STREAMS = "firsttoken_active_streams"
 OUTBOX_TOKENS = "firsttoken_outbox_tokens"
+IGNORED_FIELDS_TOTAL = "firsttoken_ignored_fields_total"
 
 # 1 ms to 10 s: a release takes one decode step (tens of ms) or, at worst, one prefill chunk of a large model.
 _RELEASE_BUCKETS_S = (
@@ -93,6 +94,9 @@ class Metrics:
         )
         self.refused_total = LabelledCounter(
             meter.create_counter(REFUSED_TOTAL, description="Late or fenced input that was dropped"), "kind"
+        )
+        self.ignored_fields = Counter(
+            meter.create_counter(IGNORED_FIELDS_TOTAL, description="Fields of requests that had no effect"), {}
         )
         self.tokens_computed = Counter(
             meter.create_counter(TOKENS_COMPUTED_TOTAL, description="Tokens that went through the model"), of_role
