@@ -53,6 +53,7 @@ class Worker:
     lost_at: float | None = None
     has_told_inventory: bool = False
     capacity: Capacity | None = None
+    capacity_at: float = 0.0
     jobs: dict[RequestKey, Job] = field(default_factory=dict[RequestKey, Job])
     pending: dict[RequestKey, CommandBody] = field(default_factory=dict[RequestKey, CommandBody])
     """The last command of each attempt, while unanswered: sent again in every new session."""

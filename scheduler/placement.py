@@ -1,8 +1,8 @@
 """Which pair of workers an attempt goes to, and which requests no pair can ever take.
 
 The rule. Requests are looked at oldest first. A pair is usable when both are ready and have the same KV layout.
-Prefill: no tokens remaining, or remaining + prompt within two token budgets; least remaining first. Decode: free blocks for
-prompt + max_tokens; most free first.
+Prefill: no tokens remaining, or remaining + prompt within two token budgets; least remaining first. Decode: free
+blocks for prompt + max_tokens; most free first.
 
 A request that no usable pair has room for now is passed over by younger ones for at most `OVERTAKING_S`. After that one
 pair is kept for it (the decode worker with most free blocks of those that could ever hold it, the prefill worker with
@@ -123,8 +123,12 @@ def _decode_has_room(worker: Worker, waiter: Waiter, now: float) -> bool:
     told = waiter.refusals.get(worker.worker_id)
     if told is not None:
         free_then, refused_at = told
-        free_now = -1 if worker.capacity is None else worker.capacity.blocks.get("free", 0)
-        if free_now <= free_then and now - refused_at < REFUSAL_MEMORY_S:
+        has_more = (
+            worker.capacity is not None
+            and worker.capacity_at > refused_at
+            and worker.capacity.blocks.get("free", 0) > free_then
+        )
+        if not has_more and now - refused_at < REFUSAL_MEMORY_S:
             return False
     return worker.facts.num_blocks_for(waiter.max_total_tokens) <= worker.free_blocks
 

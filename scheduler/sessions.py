@@ -119,6 +119,7 @@ class WorkerSessions:
         if worker is None:
             return
         worker.capacity = event.capacity
+        worker.capacity_at = now
         if event.capacity.is_draining:
             worker.change(WorkerChange.STARTED_DRAINING)
         self._lives.place(now)

@@ -1,0 +1,121 @@
+"""`python -m scheduler`: waits for the lease, then schedules until told to stop or replaced."""
+
+import asyncio
+import contextlib
+import os
+
+from grpc.aio import Server
+
+from scheduler.config import SchedulerConfig
+from scheduler.core import SchedulerCore
+from scheduler.driver import Driver
+from scheduler.messages import DrainStarted
+from scheduler.reaper import finish_orphans, reap
+from scheduler.service import Identity, SchedulerService
+from shared.aio.scope import cancel_and_wait, spawn, stop_when
+from shared.domain.errors import ServingError
+from shared.domain.request import Role
+from shared.process import Process, run
+from shared.rpc.server import RunningServer, serve
+from shared.state.cancellation import Cancellations
+from shared.state.client import StateClient
+from shared.state.leadership import Leadership
+from shared.state.lease import LeaseKeeper, LeaseState
+from shared.state.requests import RequestStore
+from shared.wire import scheduler_pb2_grpc
+
+SERVICE_NAME = "firsttoken.v1.Scheduler"
+
+
+class Replaced(Exception):
+    """Another scheduler is the active one, or has been: this process must end, with code 1."""
+
+
+async def main(process: Process, config: SchedulerConfig) -> None:
+    """Raises Replaced; returns after a drain."""
+    client = StateClient(config.redis_url)
+    service = SchedulerService(process.clock)
+
+    def add_servicers(server: Server) -> None:
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(service, server)
+
+    try:
+        async with serve(
+            add_servicers,
+            host=config.host,
+            port=config.port,
+            token=config.cluster_token.get_secret_value(),
+            services=(SERVICE_NAME,),
+        ) as server:
+            leadership = Leadership(client, process.clock)
+            keeper = LeaseKeeper(
+                leadership,
+                process.clock,
+                holder=process.incarnation,
+                address=server.address,
+                absent_wait_s=config.lease_absent_s,
+            )
+            process.readiness.set(False, "waiting for the lease")
+            async with stop_when(process.stopping):
+                while True:
+                    wait_s = await keeper.step()
+                    if keeper.state is not LeaseState.STANDBY:
+                        break
+                    await asyncio.sleep(wait_s)
+            if keeper.state is LeaseState.ACTIVE:
+                try:
+                    await _be_active(process, config, client, service, server, keeper)
+                finally:
+                    with contextlib.suppress(ServingError):  # Redis away: the lease ends by itself
+                        await leadership.release()
+    finally:
+        await client.close()
+
+
+async def _be_active(
+    process: Process,
+    config: SchedulerConfig,
+    client: StateClient,
+    service: SchedulerService,
+    server: RunningServer,
+    keeper: LeaseKeeper,
+) -> None:
+    await client.check_eviction_policy()
+    store, cancels = RequestStore(client), Cancellations(client)
+    process.log.info("orphaned records finished", count=await finish_orphans(store, keeper.epoch))
+    core = SchedulerCore(config.core_limits, keeper.epoch)
+    driver = Driver(core, store=store, marks=cancels, clock=process.clock, metrics=process.metrics, log=process.log)
+    process.metrics.requests(lambda: {state.value: count for state, count in core.ledger.num_by_state().items()})
+    identity = Identity(name=Role.SCHEDULER.value, pid=os.getpid(), address=server.address, admin_url=process.admin_url)
+    service.activate(driver, identity)
+    async with asyncio.TaskGroup() as group:
+        writes = spawn(group, driver.run(), name="driver")
+        reaper = spawn(group, _reap_while_active(driver, keeper, cancels), name="reaper")
+        replaced = spawn(group, _raise_when_resigned(driver), name="resignation")
+        await server.set_serving(True)
+        process.readiness.set(True)
+        process.log.info("active", epoch=keeper.epoch, address=server.address)
+        await process.stopping.wait()
+        process.readiness.set(False, "draining")
+        driver.step(DrainStarted())
+        try:
+            async with asyncio.timeout(config.drain_timeout_s):
+                await driver.idle.wait()
+        except TimeoutError:
+            process.log.warning("drain timed out", live=core.ledger.num_live())
+        for task in (reaper, replaced, writes):
+            await cancel_and_wait(task)
+
+
+async def _reap_while_active(driver: Driver, keeper: LeaseKeeper, cancels: Cancellations) -> None:
+    await reap(driver, keeper, cancels)
+    raise Replaced("the lease is lost")
+
+
+async def _raise_when_resigned(driver: Driver) -> None:
+    await driver.resigned.wait()
+    raise Replaced("someone has seen a higher epoch")
+
+
+if __name__ == "__main__":
+    run(Role.SCHEDULER.value, SchedulerConfig, main)

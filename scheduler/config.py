@@ -1,0 +1,32 @@
+"""Settings of the scheduler."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from scheduler.core import CoreLimits
+from shared.domain.worker import LossLimits
+from shared.settings import Port, ServiceSettings
+
+
+class SchedulerConfig(ServiceSettings):
+    """FIRSTTOKEN_* variables of `python -m scheduler`."""
+
+    port: Port = 7000
+    max_queued_requests: Annotated[int, Field(ge=1)] = 1024  # minutes of work for any pool of this size
+    max_queued_prompt_tokens: Annotated[int, Field(ge=1)] = 4_000_000  # 8 bytes each and more: some 150 MB of prompts
+    worker_lost_s: Annotated[float, Field(gt=0)] = 5.0  # five missed heartbeats
+    step_stall_s: Annotated[float, Field(gt=0)] = 10.0  # far above the longest step, a chunk of 1 s
+    gateway_grace_s: Annotated[float, Field(gt=0)] = 5.0  # as long as a gateway dials again
+    # Redis must be seen without a lease for this long, so that a scheduler that still lives comes first (decisions §3).
+    # 0 only where no second scheduler can exist.
+    lease_absent_s: Annotated[float, Field(ge=0)] = 3.0
+
+    @property
+    def core_limits(self) -> CoreLimits:
+        return CoreLimits(
+            max_queued_requests=self.max_queued_requests,
+            max_queued_prompt_tokens=self.max_queued_prompt_tokens,
+            loss=LossLimits(silence_s=self.worker_lost_s, step_stall_s=self.step_stall_s),
+            gateway_grace_s=self.gateway_grace_s,
+        )

@@ -1,0 +1,92 @@
+"""What happens without a message: time, the lease, Redis coming and going, cancel marks, orphaned records."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from scheduler.driver import Driver
+from scheduler.messages import CancelAsked, StateBack, StateLost, Ticked
+from shared.aio.scope import spawn
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Epoch, RequestId
+from shared.domain.request import CancelReason, RequestState, StoredRequest
+from shared.state.lease import LeaseKeeper, LeaseState
+
+TICK_S = 0.25  # all waits that it ends are whole seconds; one tick costs well under a millisecond
+REDIS_LOOK_S = 0.25  # while Redis is away: admission is back this soon after it
+
+
+class CancelWatch(Protocol):
+    """What is needed of `shared.state.cancellation`."""
+
+    async def read(self, request_id: RequestId) -> CancelReason | None: ...
+
+    def watch(self) -> AsyncGenerator[RequestId]: ...
+
+
+class OrphanStore(Protocol):
+    """What is needed of `shared.state.requests`."""
+
+    async def load_live(self) -> Sequence[StoredRequest]: ...
+
+    async def finish(self, stored: StoredRequest) -> None: ...
+
+
+async def reap(driver: Driver, keeper: LeaseKeeper, cancels: CancelWatch) -> None:
+    """Until cancelled; returns when the lease is lost, after which nothing may be commanded any more."""
+    async with asyncio.TaskGroup() as group:
+        ticks = spawn(group, _tick(driver), name="reaper tick")
+        watch = spawn(group, _watch_cancels(driver, cancels), name="cancel marks")
+        await _keep_lease(driver, keeper)
+        ticks.cancel()
+        watch.cancel()
+
+
+async def finish_orphans(store: OrphanStore, epoch: Epoch) -> int:
+    """Records that an earlier scheduler left are finished as FAILED: taking them over is not possible yet.
+
+    Their workers' holdings end when the inventories name them. Returns how many there were. Raises STATE_UNAVAILABLE.
+    """
+    count = 0
+    for stored in await store.load_live():
+        if stored.epoch < epoch:
+            await store.finish(
+                replace(
+                    stored,
+                    state=RequestState.FAILED,
+                    epoch=epoch,
+                    finish_reason=None,
+                    error_code=ErrorCode.STATE_UNAVAILABLE.value,
+                )
+            )
+            count += 1
+    return count
+
+
+async def _tick(driver: Driver) -> None:
+    while True:
+        driver.step(Ticked())
+        await asyncio.sleep(TICK_S)
+
+
+async def _keep_lease(driver: Driver, keeper: LeaseKeeper) -> None:
+    while keeper.state is LeaseState.ACTIVE:
+        wait_s = await keeper.step()
+        if not keeper.is_redis_reachable:
+            driver.step(StateLost())
+        elif not driver.core.is_state_ready and keeper.state is LeaseState.ACTIVE:
+            driver.step(StateBack())
+        await asyncio.sleep(wait_s if driver.core.is_state_ready else min(wait_s, REDIS_LOOK_S))
+
+
+async def _watch_cancels(driver: Driver, cancels: CancelWatch) -> None:
+    async with contextlib.aclosing(cancels.watch()) as marked:
+        async for request_id in marked:
+            if driver.core.ledger.get(request_id) is None:
+                continue  # its mark is read again when it is admitted
+            with contextlib.suppress(ServingError):  # Redis went away in between: the watch tells every mark again
+                reason = await cancels.read(request_id)
+                if reason is not None:
+                    driver.step(CancelAsked(request_id=request_id, reason=reason))
