@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from tests.support.chat import CHAT_PATH
 from tests.support.cluster import Cluster
@@ -16,11 +17,17 @@ FILLER_PREFILL_MS = 20_000
 
 
 @asynccontextmanager
-async def live(cluster: Cluster, script: Script, **parameters: object) -> AsyncGenerator[HttpStream]:
+async def live_body(cluster: Cluster, body: dict[str, Any]) -> AsyncGenerator[HttpStream]:
     """A streamed request that has been admitted."""
-    body = {**script.body(**parameters), "stream": True}
-    async with open_request(cluster.port, "POST", CHAT_PATH, body=body) as stream:
+    async with open_request(cluster.port, "POST", CHAT_PATH, body={**body, "stream": True}) as stream:
         assert 200 == stream.status, await stream.read_body()
+        yield stream
+
+
+@asynccontextmanager
+async def live(cluster: Cluster, script: Script, **parameters: Any) -> AsyncGenerator[HttpStream]:
+    """The same, for a script."""
+    async with live_body(cluster, script.body(**parameters)) as stream:
         yield stream
 
 
