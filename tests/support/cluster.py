@@ -42,7 +42,7 @@ class Service:
 
     @property
     def live_pid(self) -> int:
-        assert self.pid is not None, f"{self.id} has no process"
+        assert self.pid, f"{self.id} has no known process"
         return self.pid
 
 

@@ -37,7 +37,7 @@ async def capture(cluster: Cluster) -> Baseline:
     workers = [service for role in WORKER_ROLES for service in status.of_role(role)]
     return Baseline(
         usable_blocks={worker.id: await _usable_blocks(cluster, worker) for worker in workers},
-        open_files={s.id: processes.open_files(s.live_pid) for s in status.services if s.pid is not None},
+        open_files={s.id: processes.open_files(s.live_pid) for s in status.services if s.pid},
         shared_memory=frozenset(processes.shared_memory()),
     )
 
@@ -67,9 +67,14 @@ async def _unrest(cluster: Cluster, baseline: Baseline | None) -> list[str]:
         found.append(f"{status.unreleased} releases owed")
     if any(status.sequences.values()):
         found.append(f"sequences {status.sequences}")
-    for role in WORKER_ROLES:
-        for worker in status.of_role(role):
-            found += await _worker_unrest(cluster, worker, baseline)
+    workers = [worker for role in WORKER_ROLES for worker in status.of_role(role)]
+    if not status.of_role("scheduler") or not all(status.of_role(role) for role in WORKER_ROLES):
+        found.append(f"not all roles are there: {status.services}")
+    if baseline is not None and baseline.usable_blocks.keys() != {worker.id for worker in workers}:
+        found.append(f"workers {[worker.id for worker in workers]}")
+        return found
+    for worker in workers:
+        found += await _worker_unrest(cluster, worker, baseline)
     found += await _gauge_unrest(cluster, status.one("gateway"), "firsttoken_active_streams")
     if baseline is not None:
         found += _system_unrest(status.services, baseline)
@@ -102,7 +107,7 @@ async def _gauge_unrest(cluster: Cluster, service: Service, name: str) -> list[s
 def _system_unrest(services: tuple[Service, ...], baseline: Baseline) -> list[str]:
     found: list[str] = []
     for service in services:
-        if service.pid is None or service.id not in baseline.open_files:
+        if not service.pid or service.id not in baseline.open_files:
             continue
         count, before = processes.open_files(service.pid), baseline.open_files[service.id]
         if count > before + OPEN_FILES_SLACK:
