@@ -55,6 +55,7 @@ class Deployment:
     num_prefill: int
     num_decode: int
     redis_url: str
+    is_redis_own: bool
     model_dir: Path | None
     served_model_name: str
     cluster_token: str
@@ -86,6 +87,9 @@ def plan_services(deployment: Deployment, around: Mapping[str, str]) -> tuple[Ch
         f"{ENV_PREFIX}REDIS_URL": deployment.redis_url,
         f"{ENV_PREFIX}SERVED_MODEL_NAME": deployment.served_model_name,
     }
+    if deployment.is_redis_own:
+        # No second scheduler can exist here, and one that is started again comes after the end of the one before.
+        common[f"{ENV_PREFIX}LEASE_ABSENT_S"] = "0"
     if deployment.model_dir is None:
         common[f"{ENV_PREFIX}SCRIPTED"] = "true"
     else:

@@ -60,6 +60,7 @@ def run_up(options: UpOptions, around: Mapping[str, str]) -> int:
         num_prefill=options.num_prefill,
         num_decode=options.num_decode,
         redis_url=redis_url,
+        is_redis_own=redis is not None,
         model_dir=None if model is None else model.folder,
         served_model_name=SCRIPTED_MODEL_NAME if model is None else model.name,
         cluster_token=secrets.token_urlsafe(32),

@@ -5,12 +5,15 @@ from pathlib import Path
 from cli.plan import Deployment, DrainStage, base_environ, plan_services
 
 
-def _deployment(*, num_prefill: int = 1, num_decode: int = 1, model_dir: Path | None = None) -> Deployment:
+def _deployment(
+    *, num_prefill: int = 1, num_decode: int = 1, model_dir: Path | None = None, is_redis_own: bool = True
+) -> Deployment:
     return Deployment(
         port=8000,
         num_prefill=num_prefill,
         num_decode=num_decode,
         redis_url="redis://127.0.0.1:1/0",
+        is_redis_own=is_redis_own,
         model_dir=model_dir,
         served_model_name="scripted",
         cluster_token="secret",
@@ -90,3 +93,12 @@ def test_settings_around_pass_unless_up_decides_them() -> None:
 def test_waiting_threads_do_not_spin() -> None:
     """By default: two workers share the cores."""
     assert "passive" == plan_services(_deployment(), {})[1].environ["OMP_WAIT_POLICY"]
+
+
+def test_a_scheduler_of_our_own_need_not_wait_for_another() -> None:
+    """On a Redis elsewhere there may be one, and the wait for an absent lease is its protection."""
+    own = plan_services(_deployment(is_redis_own=True), {})[0].environ
+    shared = plan_services(_deployment(is_redis_own=False), {})[0].environ
+
+    assert "0" == own["FIRSTTOKEN_LEASE_ABSENT_S"]
+    assert "FIRSTTOKEN_LEASE_ABSENT_S" not in shared

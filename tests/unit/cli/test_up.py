@@ -17,6 +17,7 @@ def _deployment(model_dir: Path | None) -> Deployment:
         num_prefill=1,
         num_decode=1,
         redis_url="redis://127.0.0.1:1/0",
+        is_redis_own=True,
         model_dir=model_dir,
         served_model_name="m",
         cluster_token="secret",
