@@ -21,7 +21,8 @@ from tests.support.polling import eventually
 FIRSTTOKEN = str(Path(sys.executable).parent / "firsttoken")
 START_TIMEOUT_S = 120.0  # the first start of a machine may have to prepare the model
 STOP_TIMEOUT_S = 45.0  # the drain limit of a service (30 s) and a little
-LOG_TAIL_LINES = 80
+LOG_TAIL_LINES = 40
+LOGS_LINE = "logs: "
 POLL_S = 0.05
 
 
@@ -140,8 +141,11 @@ class Cluster:
         return processes.marked_pids(self.mark)
 
     def log_tail(self) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:])
+        """The ends of the logs of `up` and of each of its children."""
+        said = self.log_path.read_text(errors="replace").splitlines()
+        folders = [Path(line.removeprefix(LOGS_LINE)) for line in said if line.startswith(LOGS_LINE)]
+        paths = [self.log_path, *(path for folder in folders for path in sorted(folder.glob("*.log")))]
+        return "\n".join(f"--- {path.name}\n{_tail(path)}" for path in paths)
 
     def interrupt(self) -> None:
         """Ctrl-C: SIGINT to the whole process group, as a terminal sends it."""
@@ -243,6 +247,10 @@ class ClusterPlan:
         if self.redis is not None:
             arguments += ["--redis-url", self.redis]
         return arguments
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
 def _wait_ready_line(cluster: Cluster) -> None:

@@ -70,7 +70,7 @@ async def _unrest(cluster: Cluster, baseline: Baseline | None) -> list[str]:
     workers = [worker for role in WORKER_ROLES for worker in status.of_role(role)]
     if not status.of_role("scheduler") or not all(status.of_role(role) for role in WORKER_ROLES):
         found.append(f"not all roles are there: {status.services}")
-    if baseline is not None and baseline.usable_blocks.keys() != {worker.id for worker in workers}:
+    if baseline is not None and set(baseline.usable_blocks) != {worker.id for worker in workers}:
         found.append(f"workers {[worker.id for worker in workers]}")
         return found
     for worker in workers:
