@@ -1,7 +1,8 @@
 """The receiving end of KV transfers: frames in, checked, copied by our own thread into blocks that the attempt still holds.
 
-A received payload belongs to its one transfer and one frame until it is copied; a stream has one frame in hand at a time, and
-what it sends beyond that waits at the sender (credit). A copy that has begun always returns, and only then may blocks be freed.
+A received payload belongs to its one transfer and one frame until it is copied; a stream has one frame in hand at a
+time, and what it sends beyond that waits at the sender (credit). A copy that has begun always returns, and only then may
+blocks be freed.
 """
 
 import asyncio
@@ -49,9 +50,7 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         self._metrics = metrics
         self._log = log
 
-    async def Hello(  # noqa: N802 - grpc's name
-        self, request: kv_pb2.TransferHello, context: object
-    ) -> kv_pb2.TransferWelcome:
+    async def Hello(self, request: kv_pb2.TransferHello, context: object) -> kv_pb2.TransferWelcome:
         try:
             welcome = self._acquaintances.welcome(request)
         except ServingError as error:
@@ -61,9 +60,7 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         self._log.info("handshake", peer=request.worker_id, transport=welcome.transport)
         return welcome
 
-    async def FirstToken(  # noqa: N802 - grpc's name
-        self, request: kv_pb2.FirstTokenRequest, context: object
-    ) -> kv_pb2.FirstTokenReply:
+    async def FirstToken(self, request: kv_pb2.FirstTokenRequest, context: object) -> kv_pb2.FirstTokenReply:
         sender = Incarnation(request.sender_incarnation)
         row = self._find(
             key=request.key, transfer_id=request.transfer_id, sender=sender, receiver=request.receiver_incarnation
@@ -75,9 +72,9 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
             code = row.code
         return kv_pb2.FirstTokenReply(rejected=reject_to_wire(code))
 
-    # A coroutine that reads and writes, where the generated type wants a generator: only so can a wait for the next frame
-    # be broken off by the end of the attempt.
-    async def Push(  # noqa: N802 # pyright: ignore[reportIncompatibleMethodOverride]
+    # A coroutine that reads and writes, where the generated type wants a generator: only so can the end of the attempt
+    # break off a wait for the next frame.
+    async def Push(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, _request_iterator: object, context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]"
     ) -> None:
         async with asyncio.timeout(_OPEN_TIMEOUT_S):

@@ -1,7 +1,7 @@
 """The `Decode.Tokens` streams: one a gateway, on it a batch of tokens an engine step.
 
 Nothing is queued here. A stream knows which of its sequences have news and reads their outboxes from the next unsent
-index when it gets to write: a slow stream gets fewer, larger batches, and what is on the way is bounded by the outboxes.
+index when it gets to write: a slow stream gets fewer, larger batches, and the outboxes bound what is on the way.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class DecodeTokens(decode_pb2_grpc.DecodeServicer):
         self._log = log
 
     # A coroutine that reads and writes, where the generated type wants a generator: both directions run at once.
-    async def Tokens(  # noqa: N802 # pyright: ignore[reportIncompatibleMethodOverride]
+    async def Tokens(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, _request_iterator: object, context: _Context
     ) -> None:
         stream = TokenStream()

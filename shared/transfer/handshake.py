@@ -1,5 +1,6 @@
 """What a pair of workers settles once, before any request: the same KV layout, and a transport that both can use."""
 
+import asyncio
 from collections.abc import Callable
 
 import grpc
@@ -32,6 +33,7 @@ class Introductions:
         self._layout = layout
         self._channel_for = channel_for
         self._known: dict[tuple[str, Incarnation], None] = {}
+        self._asking: dict[tuple[str, Incarnation], asyncio.Lock] = {}
 
     async def introduce(self, target: KvTarget) -> None:
         """Returns when the target knows us; at once when it does already.
@@ -42,6 +44,17 @@ class Introductions:
         pair = (target.address, target.incarnation)
         if pair in self._known:
             return
+        async with self._asking.setdefault(pair, asyncio.Lock()):
+            try:
+                if pair not in self._known:
+                    await self._say_hello(target)
+            finally:
+                self._asking.pop(pair, None)  # those who wait hold it themselves
+        self._known[pair] = None
+        while len(self._known) > MAX_PEERS:
+            del self._known[next(iter(self._known))]
+
+    async def _say_hello(self, target: KvTarget) -> None:
         stub = kv_pb2_grpc.KvTransferStub(self._channel_for(target.address))
         welcome = await stub.Hello(
             kv_pb2.TransferHello(
@@ -54,9 +67,6 @@ class Introductions:
         )
         if welcome.incarnation != target.incarnation or welcome.transport not in TRANSPORTS:
             raise ServingError(ErrorCode.KV_TRANSFER_FAILED, "the decode worker has been started anew")
-        self._known[pair] = None
-        while len(self._known) > MAX_PEERS:
-            del self._known[next(iter(self._known))]
 
     def forget(self, target: KvTarget) -> None:
         """It says that it does not know us: the next `introduce` says hello again."""
