@@ -117,10 +117,8 @@ class StepLoop(Generic[_Command, _Report]):
             while (commands := self._take()) is not None:
                 for command in commands:
                     self._runner.apply(command)
-                for report in (self._runner.acknowledge(), self._runner.step()):
-                    if report is not None:
-                        self._undelivered.acquire()
-                        _call(event_loop, self._deliver_one, report)
+                self._post(event_loop, self._runner.acknowledge())
+                self._post(event_loop, self._runner.step())
         except BaseException as error:  # noqa: BLE001 - root of a thread: the process must learn of it
             _call(event_loop, self._on_dead, error)
         finally:
@@ -139,6 +137,11 @@ class StepLoop(Generic[_Command, _Report]):
             commands = list(self._commands)
             self._commands.clear()
             return commands
+
+    def _post(self, event_loop: asyncio.AbstractEventLoop, report: _Report | None) -> None:
+        if report is not None:
+            self._undelivered.acquire()
+            _call(event_loop, self._deliver_one, report)
 
     def _deliver_one(self, report: _Report) -> None:
         self._undelivered.release()
