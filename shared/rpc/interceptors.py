@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import hmac
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
@@ -49,7 +49,19 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """ServingError -> its status and detail; anything else that a handler raises is a bug: logged, INTERNAL."""
+    """ServingError -> its status and detail; anything else that a handler raises is a bug: logged, INTERNAL.
+
+    It also knows which handlers run: grpc's `stop` returns before the handlers that it cancels have ended.
+    """
+
+    def __init__(self) -> None:
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def wait_until_idle(self) -> None:
+        """Until no handler runs."""
+        await self._idle.wait()
 
     async def intercept_service(  # pyright: ignore[reportIncompatibleMethodOverride] - the stub is generic per call
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -62,23 +74,36 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         async def unary(request: Any, context: Context) -> Any:
             try:
-                return await behaviour(request, context)
+                with self._counted():
+                    return await behaviour(request, context)
             except BaseException as error:  # noqa: BLE001 - told apart and passed on by the callee
                 await _abort(error, method, context)
 
         async def stream(request: Any, context: Context) -> None:
             # A coroutine that writes, not a generator: so the handler's generator is closed before the call ends.
             try:
-                if not inspect.isasyncgenfunction(behaviour):
-                    await behaviour(request, context)
-                    return
-                async with contextlib.aclosing(behaviour(request, context)) as messages:
-                    async for message in messages:
-                        await context.write(message)
+                with self._counted():
+                    if not inspect.isasyncgenfunction(behaviour):
+                        await behaviour(request, context)
+                        return
+                    async with contextlib.aclosing(behaviour(request, context)) as messages:
+                        async for message in messages:
+                            await context.write(message)
             except BaseException as error:  # noqa: BLE001 - told apart and passed on by the callee
                 await _abort(error, method, context)
 
         return _wrapped(handler, unary, stream)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Generator[None]:
+        self._num_running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._idle.set()
 
 
 async def _refuse(_request: object, context: Context) -> NoReturn:

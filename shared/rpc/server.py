@@ -1,5 +1,6 @@
 """A gRPC server with the limits, pings, health and interceptors that all our servers share."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 
@@ -7,6 +8,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer  # pyright: ignore[reportMissingTypeStubs]
 
+from shared.obs.logs import get_logger
 from shared.rpc.errors import MAX_MESSAGE_BYTES
 from shared.rpc.interceptors import ErrorInterceptor, TokenInterceptor
 
@@ -17,6 +19,10 @@ PING_INTERVAL_MS = 2000
 PING_TIMEOUT_MS = 2000
 # Far above what the scheduler admits (1024 requests, one stream each); only a runaway client meets it.
 MAX_CALLS = 8192
+MAX_GRACE_S = 5.0
+CANCELLED_HANDLERS_S = 1.0  # what a cancelled handler's `finally` may take; ours take milliseconds
+
+_log = get_logger("rpc")
 
 SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.so_reuseport", 0),  # a second process on the port must fail, not share it
@@ -60,8 +66,9 @@ async def serve(
     Drain before leaving the body: at its end new calls are refused and running ones get `grace_s` (up to 5 s) for
     their last messages, then they are cancelled. Raises RuntimeError if the port is taken.
     """
+    errors = ErrorInterceptor()
     server = grpc.aio.server(
-        interceptors=(ErrorInterceptor(), TokenInterceptor(token)),
+        interceptors=(errors, TokenInterceptor(token)),
         options=SERVER_OPTIONS,
         maximum_concurrent_rpcs=MAX_CALLS,
     )
@@ -77,4 +84,9 @@ async def serve(
         yield running
     finally:
         await running.set_serving(False)
-        await server.stop(min(grace_s, 5.0))
+        await server.stop(min(grace_s, MAX_GRACE_S))
+        try:
+            async with asyncio.timeout(CANCELLED_HANDLERS_S):
+                await errors.wait_until_idle()
+        except TimeoutError:
+            _log.warning("handlers still run after the server's end")
