@@ -3,15 +3,18 @@
 Not a StreamingResponse: under uvicorn its generator runs in a scope that is cancelled again and again after a
 disconnect. Here the session lives elsewhere and is only told; this side awaits nothing in a `finally`.
 
-"Taken by the socket" means that `send` returned. uvicorn's `send` waits while the transport holds more than its high-water
-mark, which `gateway.server` sets to a few KiB, so what counts as taken is at most that much ahead of the kernel.
+"Taken by the socket" means that `send` returned. uvicorn's `send` waits while the transport holds more than its
+high-water mark, which `gateway.server` sets to 16 KiB: what counts as taken is at most that much ahead of the kernel.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway import sse
 from shared.aio.channel import Channel, ChannelClosed
@@ -26,10 +29,6 @@ _KEEP_ALIVE_SHARE = 0.95
 # A client that has stalled gets the error event if it comes back within this; then its connection is cut.
 _LINGER_S = 10.0
 CONNECTION_EXTENSION = "firsttoken.connection"
-
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 
 class Connection(Protocol):
@@ -58,7 +57,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Bytes of the body. `token_index`: with them the client has the text of tokens 1..index; None = not about tokens."""
+    """Bytes of the body. With them the client has the text of tokens 1..`token_index`; None = not about tokens."""
 
     data: bytes
     token_index: int | None = None
@@ -78,10 +77,11 @@ class ClientLink:
     """Everything was taken, or the client is gone."""
 
 
-class Answer:
+class Answer(Response):
     """The ASGI response of one session, whole or streamed."""
 
     def __init__(self, link: ClientLink, *, clock: Clock, keep_alive_s: float, stall_timeout_s: float) -> None:
+        super().__init__()
         self._link = link
         self._clock = clock
         self._silence_s = keep_alive_s * _KEEP_ALIVE_SHARE
@@ -90,7 +90,7 @@ class Answer:
         self._is_gone = False
         self._sending_since: float | None = None
 
-    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Returns when the client has everything or is gone."""
         extensions = cast("Mapping[str, Any]", scope.get("extensions") or {})
         connection = cast("Connection | None", extensions.get(CONNECTION_EXTENSION))

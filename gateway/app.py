@@ -48,8 +48,10 @@ async def open_gateway(
     incarnation: Incarnation,
     metrics: Metrics,
 ) -> AsyncGenerator[Gateway]:
-    """Everything that a request needs, for as long as the body runs; enter and leave it in one task. At its end what still
-    runs is cut off: call `sessions.drain` before."""
+    """Everything that a request needs, for as long as the body runs; enter and leave it in one task.
+
+    At its end what still runs is cut off: call `sessions.drain` before.
+    """
     pool = ChannelPool(config.cluster_token.get_secret_value())
     scheduler = SchedulerClient(locate=locator.locate, pool=pool, incarnation=incarnation, metrics=metrics, clock=clock)
     fleet = FleetView(scheduler, clock)
@@ -84,6 +86,19 @@ async def open_gateway(
 
 def make_app(routes: Routes) -> FastAPI:
     """No documentation pages, no redirects, no middleware: nothing stands between a session and its socket."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        # Our metrics name what we promise; FastAPI's own would come on top, and see prompts in its spans' errors.
+        telemetry={
+            "tracing": False,
+            "metrics": False,
+            "logs": False,
+            "operation_spans": False,
+            "auto_configure": False,
+        },
+    )
     routes.add_to(app)
     return app

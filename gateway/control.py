@@ -57,7 +57,7 @@ class ControlLine:
                 await self._pause(backoff, broken)
 
     async def run(self, spec: RequestSpec) -> Outcome:
-        """To the outcome. Raises ServingError where none came: refused, cancelled too early, or no scheduler in time."""
+        """To the outcome. Raises ServingError where none came: refused, cancelled early, no scheduler in time."""
         backoff = _backoff()
         while True:
             try:

@@ -10,12 +10,15 @@ _CANCELLED_STATUS = 410
 
 
 def http_status(error: ServingError) -> int:
+    """Every code has one that may leave."""
     return _CANCELLED_STATUS if error.code is ErrorCode.CANCELLED else error.row.http_status
 
 
 def error_headers(error: ServingError) -> dict[str, str]:
+    """Beside the content type."""
     return {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
 
 
 def error_body(error: ServingError) -> bytes:
+    """JSON."""
     return json.dumps(openai_error(error)).encode()

@@ -35,7 +35,7 @@ class FleetView:
             return self._room[0]
 
     async def readiness(self) -> tuple[bool, str]:
-        """Could a request be served now?"""
+        """Whether a request could be served now, and else why not."""
         try:
             status = await self._scheduler.status(_STATUS_TIMEOUT_S)
         except (LinkBroken, ServingError):

@@ -46,8 +46,10 @@ class Intake:
     window: int
 
     def spec(self, request_id: RequestId, max_request_tokens: int) -> RequestSpec:
-        """`max_request_tokens` is what the largest KV pool holds; 0 = not known. A prompt that alone is too long for the
-        pools asks for one token and is left to the scheduler's refusal."""
+        """What the workers get. `max_request_tokens` is what the largest KV pool holds; 0 = not known.
+
+        A prompt that alone is too long for the pools asks for one token and is left to the scheduler's refusal.
+        """
         room = min(self.window, max_request_tokens or self.window) - len(self.prompt_ids)
         return RequestSpec(
             request_id=request_id,

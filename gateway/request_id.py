@@ -29,6 +29,7 @@ class Identity:
 
 
 def new_identity(headers: Mapping[str, str], unix_ms: int) -> Identity:
+    """For a request with these headers."""
     return Identity(
         request_id=new_request_id(unix_ms), client_request_id=_clean_client_id(headers.get("x-request-id", ""))
     )
@@ -41,7 +42,7 @@ def new_request_id(unix_ms: int) -> RequestId:
 
 
 def parse_request_id(text: str) -> RequestId:
-    """Takes an id with or without its prefix. Raises INVALID_REQUEST for an empty one; what cannot be an id is unknown."""
+    """With or without its prefix. Raises INVALID_REQUEST for an empty one; what cannot be an id is unknown."""
     bare = text.removeprefix(COMPLETION_PREFIX)
     if not bare:
         raise ServingError(ErrorCode.INVALID_REQUEST, "the request id is empty", param="id")
@@ -51,6 +52,7 @@ def parse_request_id(text: str) -> RequestId:
 
 
 def unknown_request() -> ServingError:
+    """For a request that is not, or no longer, there."""
     return ServingError(ErrorCode.REQUEST_NOT_FOUND, "no such request", param="id")
 
 

@@ -56,12 +56,12 @@ class Routes:
 
     # ---- asking
 
-    async def completions(self, request: Request) -> "Response | Answer":
-        """POST /v1/chat/completions"""
+    async def completions(self, request: Request) -> Answer:
+        """POST /v1/chat/completions."""
         return await self._ask(request, self._reader.read_completion)
 
-    async def chat(self, request: Request) -> "Response | Answer":
-        """POST /api/chat"""
+    async def chat(self, request: Request) -> Answer:
+        """POST /api/chat."""
         if not accepts_event_stream(request.headers):
             raise ServingError(
                 ErrorCode.NOT_ACCEPTABLE, "this route gives text/event-stream: name it in Accept", param="accept"
@@ -101,11 +101,11 @@ class Routes:
     # ---- the rest
 
     async def models(self) -> Response:
-        """GET /v1/models"""
+        """GET /v1/models."""
         return JSONResponse({"object": "list", "data": [self._model_object(name) for name in self._names()]})
 
     async def model(self, name: str) -> Response:
-        """GET /v1/models/{name}"""
+        """GET /v1/models/{name}."""
         self._reader.require_model(name)
         return JSONResponse(self._model_object(name))
 

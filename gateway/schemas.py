@@ -1,7 +1,7 @@
 """The bodies that clients send, as pydantic models. Beside the settings the only pydantic in the project.
 
-Strict: no type is bent into another. A field that is known but not supported is refused by name unless its value asks for
-nothing; an unknown one is ignored and counted, as are the harmless ones (user, metadata, store ...).
+Strict: no type is bent into another. A field that is known but not supported is refused by name unless its value asks
+for nothing; an unknown one is ignored and counted, as are the harmless ones (user, metadata, store ...).
 """
 
 from typing import Annotated, Any, Literal, Self, cast
@@ -120,7 +120,7 @@ class GenerationBody(_Body):
     seed: Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)] | None = None
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]], BeforeValidator(_list_stops), Field(max_length=MAX_STOP_STRINGS)
-    ] = []  # noqa: RUF012 - pydantic copies defaults
+    ] = []
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     ignore_eos: bool | None = None
@@ -186,7 +186,7 @@ def _refuse_unsupported(fields: dict[str, Any], unsupported: dict[str, tuple[obj
 
 
 def _param_of(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].role`"""
+    """As `messages[0].role`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
 
 

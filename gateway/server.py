@@ -1,7 +1,8 @@
 """uvicorn as we need it: no signal handlers, small write buffers, and a handle on a client's connection.
 
-uvicorn's `send` writes first and waits at the next call while the transport is above its high-water mark. With a low mark,
-and a small kernel buffer, "sent" stays close to "taken by the client", which acknowledgements and the stall clock rest on.
+uvicorn's `send` writes first and waits at the next call while the transport is above its high-water mark. With a low
+mark and a small kernel buffer "sent" stays close to "taken by the client", which acknowledgements and the stall clock
+rest on.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.answer import CONNECTION_EXTENSION
 
-# A delta's event has about 250 bytes: dozens of tokens may be on their way, so the socket is never idle for want of data.
+# A delta's event has about 250 bytes: dozens of tokens may be on their way, so the socket never waits for data.
 HIGH_WATER_BYTES = 16 * 1024
 # Linux doubles it for its bookkeeping. Unset it grows to megabytes on a fast path, all of it text that nobody has read.
 KERNEL_SEND_BUFFER_BYTES = 64 * 1024

@@ -1,7 +1,7 @@
 """What goes over the wire of one event stream: a machine that makes bytes and knows no socket.
 
-NOT_STARTED -> STREAMING -> DONE | ERRORED. Exactly one terminal (finish or error), nothing after it. Every line end is LF;
-all JSON is ASCII, so that U+2028, U+2029 and U+0085 can tear no line splitter. An event that no reader should act on is a
+NOT_STARTED -> STREAMING -> DONE | ERRORED. Exactly one terminal (finish or error), nothing after it. Every line end is
+LF; all JSON is ASCII, so that U+2028, U+2029 and U+0085 can tear no line splitter. What no reader should act on is a
 comment. Streams of `/v1` carry no `id:`, `event:` or `retry:` line.
 """
 

@@ -212,7 +212,7 @@ class SchedulerClient:
             raise LinkBroken("stale epoch")
         return _status_from_wire(reply)
 
-    async def _stub(self) -> scheduler_pb2_grpc.SchedulerAsyncStub:
+    async def _stub(self) -> "scheduler_pb2_grpc.SchedulerAsyncStub":
         """Looks the scheduler up unless it was found a moment ago."""
         now = self._clock.monotonic()
         if self._address is None or now - self._address[1] > _LOCATION_AGE_S:

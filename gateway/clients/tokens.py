@@ -179,7 +179,7 @@ class TokenSubscription:
 class TokenStream:
     """The stream to one worker process. Runs while it is whole or somebody is subscribed."""
 
-    def __init__(self, stub: decode_pb2_grpc.DecodeAsyncStub, address: str, metrics: Metrics) -> None:
+    def __init__(self, stub: "decode_pb2_grpc.DecodeAsyncStub", address: str, metrics: Metrics) -> None:
         self._stub = stub
         self._address = address
         self._metrics = metrics

@@ -1,0 +1,63 @@
+"""The gateway's application on a real socket in this process, with a fake backend behind it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.app import Gateway, open_gateway
+from gateway.config import GatewayConfig
+from gateway.server import GatewayServer
+from shared.domain.ids import Incarnation
+from shared.obs.admin import bind
+from shared.obs.metrics import Metrics
+from shared.process import RealClock
+from shared.state.locate import SchedulerLocator
+from shared.text.chat import ChatTokenizer
+from tests.support.fake_backend import FakeBackend, running
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningGateway:
+    """`port` is the HTTP port."""
+
+    gateway: Gateway
+    backend: FakeBackend
+    metrics: Metrics
+    port: int
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(
+    backend: FakeBackend | None = None, *, scheduler: str | None = None, **settings: Any
+) -> AsyncGenerator[RunningGateway]:
+    """Serves while the body runs. `scheduler` overrides the backend's address. Enter and leave it in one task."""
+    backend = backend or FakeBackend()
+    metrics = Metrics("gateway", "gateway-test")
+    config = GatewayConfig(scripted=True, port=0, **settings)
+    try:
+        async with running(backend):
+            locator = SchedulerLocator(None, scheduler or backend.address)
+            async with open_gateway(
+                config,
+                tokenizer=ChatTokenizer.scripted(),
+                locator=locator,
+                cancellations=None,
+                clock=RealClock(),
+                incarnation=Incarnation(9),
+                metrics=metrics,
+            ) as gateway:
+                server = GatewayServer(gateway.app)
+                sock = bind("127.0.0.1", 0)
+                port: int = sock.getsockname()[1]
+                sock.listen()  # a client may connect before the server task has run
+                async with asyncio.TaskGroup() as group:
+                    task = group.create_task(server.serve(sockets=[sock]))
+                    try:
+                        yield RunningGateway(gateway=gateway, backend=backend, metrics=metrics, port=port)
+                    finally:
+                        server.force_exit = server.should_exit = True
+                        await asyncio.wait({task})
+    finally:
+        metrics.close()
