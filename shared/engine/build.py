@@ -9,6 +9,7 @@ from shared.engine.kv_digest import digest_layout
 from shared.engine.scripted import ScriptedExecutor
 from shared.kv.layout import KvLayout
 from shared.kv.memory import KvMemory
+from shared.model.prepared import PreparedModel
 
 _MIB = 1 << 20
 
@@ -33,7 +34,8 @@ def build_engine(
     """The model in the prepared folder `model_dir` (takes seconds), or the scripted generator when that is None.
 
     `chunk_tokens` is the longest prefill chunk, a multiple of the block size; decode does not use it. `num_threads`
-    None means all cores. Raises ValueError for a pool that holds no block or a chunk that ends inside one.
+    None means all cores. Raises ValueError for a pool that holds no block or a chunk that ends inside one, and
+    PreparationError for a folder that is not usable.
     """
     if chunk_tokens < 1 or chunk_tokens % block_size:
         raise ValueError(f"a prefill chunk of {chunk_tokens} tokens is not a multiple of the block size {block_size}")
@@ -44,9 +46,11 @@ def build_engine(
     from shared.engine.torch_executor import TorchExecutor
     from shared.model.llama import LlamaModel
 
+    prepared = PreparedModel.load(model_dir)
     model = LlamaModel.load(model_dir, num_threads)
     memory = _memory(model.layout(block_size), kv_pool_mib)
-    return Engine(executor=TorchExecutor(model, memory, chunk_tokens=chunk_tokens), memory=memory)
+    executor = TorchExecutor(model, memory, window=prepared.window, eos_ids=prepared.eos_ids, chunk_tokens=chunk_tokens)
+    return Engine(executor=executor, memory=memory)
 
 
 def _memory(layout: KvLayout, kv_pool_mib: int) -> KvMemory:

@@ -9,15 +9,20 @@ from shared.engine.sampler import sample
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import KvLayout
 from shared.kv.memory import KvMemory
-from shared.model.llama import LlamaModel, Segment
+from shared.model.llama import LlamaModel
+from shared.model.paging import Segment
 
 
 class TorchExecutor:
     """Stateless beside model and cache: what a row gives depends on that row alone, whoever shares its step."""
 
-    def __init__(self, model: LlamaModel, memory: KvMemory, *, chunk_tokens: int) -> None:
+    def __init__(
+        self, model: LlamaModel, memory: KvMemory, *, window: int, eos_ids: frozenset[TokenId], chunk_tokens: int
+    ) -> None:
         self._model = model
         self._memory = memory
+        self._window = window
+        self._eos_ids = eos_ids
         self._chunk_tokens = chunk_tokens
 
     @property
@@ -26,11 +31,11 @@ class TorchExecutor:
 
     @property
     def window(self) -> int:
-        return self._model.window
+        return self._window
 
     @property
     def eos_ids(self) -> frozenset[TokenId]:
-        return self._model.eos_ids
+        return self._eos_ids
 
     def chunk_ends(self, key: RequestKey, spec: RequestSpec) -> tuple[int, ...]:
         """Borders at multiples of the chunk from token 0, so that a prompt's bits do not depend on when it came."""
