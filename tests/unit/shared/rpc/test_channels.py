@@ -20,23 +20,23 @@ MAX_ID = 200_000  # takes three bytes on the wire, as most ids do
 class EchoScheduler(scheduler_pb2_grpc.SchedulerServicer):
     """Tells how many prompt ids it got, and answers with a message as large as asked for."""
 
-    async def Serve(  # noqa: N802 - its name in the proto file
+    async def Serve(
         self, request_iterator: AsyncIterator[scheduler_pb2.ServeUp], context: Any
     ) -> AsyncGenerator[scheduler_pb2.ServeDown]:
         async for up in request_iterator:
             yield scheduler_pb2.ServeDown(scheduler_epoch=len(up.start.spec.prompt_ids))
 
-    async def Cancel(self, request: scheduler_pb2.CancelRequest, context: Any) -> scheduler_pb2.CancelReply:  # noqa: N802 - its name in the proto file
+    async def Cancel(self, request: scheduler_pb2.CancelRequest, context: Any) -> scheduler_pb2.CancelReply:
         await asyncio.Event().wait()
         return scheduler_pb2.CancelReply()
 
-    async def Session(  # noqa: N802 - its name in the proto file
+    async def Session(
         self, request_iterator: AsyncIterator[scheduler_pb2.SessionUp], context: Any
     ) -> AsyncGenerator[scheduler_pb2.SessionDown]:
         async for _ in request_iterator:
             yield scheduler_pb2.SessionDown()
 
-    async def Status(self, request: scheduler_pb2.StatusRequest, context: Any) -> scheduler_pb2.StatusReply:  # noqa: N802 - its name in the proto file
+    async def Status(self, request: scheduler_pb2.StatusRequest, context: Any) -> scheduler_pb2.StatusReply:
         return scheduler_pb2.StatusReply(services=[scheduler_pb2.ServiceStatus(address="x" * (5 * 1024 * 1024))])
 
 

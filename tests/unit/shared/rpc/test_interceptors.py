@@ -25,15 +25,15 @@ class FailingTransfer(kv_pb2_grpc.KvTransferServicer):
         self.has_started = asyncio.Event()
         self.has_ended = asyncio.Event()
 
-    async def Hello(self, request: kv_pb2.TransferHello, context: Any) -> kv_pb2.TransferWelcome:  # noqa: N802 - its name in the proto file
+    async def Hello(self, request: kv_pb2.TransferHello, context: Any) -> kv_pb2.TransferWelcome:
         return kv_pb2.TransferWelcome()
 
-    async def FirstToken(self, request: kv_pb2.FirstTokenRequest, context: Any) -> kv_pb2.FirstTokenReply:  # noqa: N802 - its name in the proto file
+    async def FirstToken(self, request: kv_pb2.FirstTokenRequest, context: Any) -> kv_pb2.FirstTokenReply:
         if self.fail is not None:
             await self.fail()
         return kv_pb2.FirstTokenReply()
 
-    async def Push(  # noqa: N802 - its name in the proto file
+    async def Push(
         self, request_iterator: AsyncIterator[kv_pb2.PushUp], context: Any
     ) -> AsyncGenerator[kv_pb2.PushDown]:
         self.has_started.set()

@@ -20,7 +20,7 @@ class WaitingDecode(decode_pb2_grpc.DecodeServicer):
         self.has_started = asyncio.Event()
         self.was_cancelled = False
 
-    async def Tokens(self, request_iterator: Any, context: Any) -> None:  # noqa: N802  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def Tokens(self, request_iterator: Any, context: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.has_started.set()
         try:
             await asyncio.Event().wait()

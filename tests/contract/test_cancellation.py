@@ -1,0 +1,101 @@
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from shared.aio.scope import spawn
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import RequestId
+from shared.domain.request import CancelReason
+from shared.state.cancellation import Cancellations
+from shared.state.client import StateClient
+from shared.state.keys import CANCEL_TTL_MS, cancel_key
+from tests.support.redis_server import RedisServer
+from tests.support.tcp_proxy import tcp_proxy
+
+ONE, TWO, THREE = RequestId("01J-1"), RequestId("01J-2"), RequestId("01J-3")
+
+
+async def test_mark_is_read_until_cleared(client: StateClient) -> None:
+    """The first reason stands; the mark has a time to live."""
+    marks = Cancellations(client)
+    assert await marks.read(ONE) is None
+    await marks.mark(ONE, CancelReason.DELETE)
+    await marks.mark(ONE, CancelReason.DISCONNECT)
+    assert CancelReason.DELETE == await marks.read(ONE)
+    assert 0 < await client.call("PTTL", cancel_key(ONE)) <= CANCEL_TTL_MS
+    await marks.clear(ONE)
+    assert await marks.read(ONE) is None
+
+
+async def test_watcher_sees_old_marks_then_new_ones(client: StateClient) -> None:
+    """What was marked before the watch counts as well."""
+    marks = Cancellations(client)
+    await marks.mark(ONE, CancelReason.DELETE)
+    async with aclosing(marks.watch()) as watch, asyncio.timeout(5):
+        assert ONE == await anext(watch)
+        await marks.mark(TWO, CancelReason.DELETE)
+        assert TWO == await anext(watch)
+
+
+async def test_mark_set_while_the_subscription_was_lost(client: StateClient, valkey: RedisServer) -> None:
+    """Cut for several tries to reconnect, marked in the gap, seen within 3 s of the link's return (RED-01)."""
+    marks = Cancellations(client)
+    async with tcp_proxy(valkey.port) as proxy:
+        watcher = StateClient(f"redis://127.0.0.1:{proxy.port}")
+        async with aclosing(Cancellations(watcher).watch()) as watch, asyncio.timeout(10):
+            await marks.mark(ONE, CancelReason.DELETE)
+            assert ONE == await anext(watch)
+            await marks.clear(ONE)
+            proxy.cut()
+            async with asyncio.TaskGroup() as group:
+                seen = spawn(group, next_of(watch), name="watch")
+                while proxy.num_refused < 4:
+                    await proxy.refused.wait()
+                    proxy.refused.clear()
+                await marks.mark(TWO, CancelReason.DELETE)
+                assert not seen.done()
+                proxy.restore()
+                async with asyncio.timeout(3):
+                    assert TWO == await seen
+            # Still subscribed, and a doubled cancel is only told twice.
+            await marks.mark(TWO, CancelReason.DELETE)
+            assert TWO == await anext(watch)
+        await watcher.close()
+
+
+async def next_of(watch: AsyncGenerator[RequestId]) -> RequestId:
+    """`anext` as a coroutine, for a task."""
+    return await anext(watch)
+
+
+async def test_silent_subscription_is_noticed(client: StateClient, valkey: RedisServer) -> None:
+    """A link that stays open but carries nothing is found out by a ping, and replaced (RED-01)."""
+    marks = Cancellations(client)
+    async with tcp_proxy(valkey.port) as proxy:
+        watcher = StateClient(f"redis://127.0.0.1:{proxy.port}")
+        async with aclosing(Cancellations(watcher).watch()) as watch, asyncio.timeout(15):
+            await marks.mark(ONE, CancelReason.DELETE)
+            assert ONE == await anext(watch)
+            await marks.clear(ONE)
+            proxy.silence()
+            await marks.mark(TWO, CancelReason.DELETE)
+            assert TWO == await anext(watch)
+        await watcher.close()
+
+
+async def test_redis_away(client: StateClient, valkey: RedisServer) -> None:
+    """Marks cannot be set or read; a watcher lives through it and sees what is marked on the restarted store."""
+    marks = Cancellations(client)
+    async with aclosing(marks.watch()) as watch, asyncio.timeout(15):
+        await marks.mark(ONE, CancelReason.DELETE)
+        assert ONE == await anext(watch)
+        valkey.stop()
+        for attempt in (marks.mark(TWO, CancelReason.DELETE), marks.read(TWO), marks.clear(TWO)):
+            with pytest.raises(ServingError) as caught:
+                await attempt
+            assert ErrorCode.STATE_UNAVAILABLE == caught.value.code
+        valkey.start()
+        await marks.mark(THREE, CancelReason.SHUTDOWN)
+        assert THREE == await anext(watch)

@@ -1,0 +1,129 @@
+import asyncio
+import random
+import time
+
+import pytest
+
+from shared.aio.scope import spawn
+from shared.domain.errors import ErrorCode, ServingError
+from shared.state.client import EvictionPolicyError, Script, StateClient
+from tests.support.redis_server import RedisServer
+from tests.support.tcp_proxy import tcp_proxy
+
+NUM_TASKS = 50
+
+
+@pytest.mark.parametrize("max_connections", [1, 10])
+async def test_cancelled_callers_never_mix_replies(
+    client: StateClient, valkey: RedisServer, max_connections: int
+) -> None:
+    """Fifty tasks read their own keys over a link with late replies, half are cancelled at random moments (RED-02)."""
+    for n in range(NUM_TASKS):
+        await client.call("SET", f"key:{n}", f"value:{n}")
+    dice = random.Random(7)
+    async with tcp_proxy(valkey.port) as proxy:
+        proxy.delay_s = 0.01
+        slow = StateClient(f"redis://127.0.0.1:{proxy.port}", max_connections=max_connections, timeout_s=30)
+        read: dict[int, list[bytes]] = {n: [] for n in range(NUM_TASKS)}
+
+        async def reader(n: int) -> None:
+            for _ in range(3):
+                read[n].append(await slow.call("GET", f"key:{n}"))
+
+        async with asyncio.TaskGroup() as group:
+            loop = asyncio.get_running_loop()
+            for n in range(NUM_TASKS):
+                task = spawn(group, reader(n), name=f"reader {n}")
+                if n % 2:
+                    loop.call_later(dice.uniform(0, 0.5), task.cancel)
+        after = [await slow.call("GET", f"key:{n}") for n in range(5)]
+        await slow.close()
+
+    for n, values in read.items():
+        assert {f"value:{n}".encode()} >= set(values)
+    assert {3} == {len(read[n]) for n in range(0, NUM_TASKS, 2)}
+    assert any(len(read[n]) < 3 for n in range(1, NUM_TASKS, 2))
+    assert [f"value:{n}".encode() for n in range(5)] == after
+
+
+async def test_late_reply_is_not_read_by_the_next_caller(valkey: RedisServer) -> None:
+    """A call that timed out leaves no reply behind for the next one."""
+    async with tcp_proxy(valkey.port) as proxy:
+        client = StateClient(f"redis://127.0.0.1:{proxy.port}", max_connections=1, timeout_s=0.2)
+        await client.call("SET", "key", "old")
+        proxy.delay_s = 0.3
+        with pytest.raises(ServingError):
+            await client.call("GET", "key")
+        proxy.delay_s = 0.0
+
+        assert b"PONG" == await client.call("PING")
+        await client.close()
+
+
+async def test_silent_redis_is_away_within_its_time(client: StateClient, valkey: RedisServer) -> None:
+    """No answer in 500 ms, on an old connection and on a new one alike."""
+    assert await client.ping()
+    valkey.pause()
+    try:
+        for _ in range(2):
+            started_at = time.monotonic()
+            with pytest.raises(ServingError) as caught:
+                await client.call("GET", "key")
+            assert ErrorCode.STATE_UNAVAILABLE == caught.value.code
+            assert 0.4 < time.monotonic() - started_at < 1.5
+        assert not await client.ping()
+    finally:
+        valkey.resume()
+    assert await client.ping()
+
+
+async def test_restarted_redis_is_found_again(client: StateClient, valkey: RedisServer) -> None:
+    """A dead connection costs one failed call at most, and scripts are loaded anew."""
+    script = Script("release_lease")
+    assert 0 == await client.run(script, ["lease:{x}"], ["nobody"])
+    valkey.stop()
+    assert not await client.ping()
+    valkey.start()
+
+    assert await client.ping()
+    assert 0 == await client.run(script, ["lease:{x}"], ["nobody"])
+
+
+async def test_nobody_there(client: StateClient, valkey: RedisServer) -> None:
+    """A refused connection is told at once."""
+    valkey.stop()
+    started_at = time.monotonic()
+    assert not await client.ping()
+    assert time.monotonic() - started_at < 0.4
+
+
+async def test_full_store_is_away(client: StateClient) -> None:
+    """Under noeviction a full store refuses writes: for us it cannot hold state."""
+    before = (await client.call("CONFIG", "GET", "maxmemory"))[1]
+    await client.call("CONFIG", "SET", "maxmemory", "1")
+    try:
+        with pytest.raises(ServingError) as caught:
+            await client.call("SET", "key", "value")
+        assert ErrorCode.STATE_UNAVAILABLE == caught.value.code
+    finally:
+        await client.call("CONFIG", "SET", "maxmemory", before)
+
+
+async def test_eviction_policy_is_checked(client: StateClient) -> None:
+    """A store that may evict records is refused."""
+    await client.check_eviction_policy()
+    await client.call("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(EvictionPolicyError, match="allkeys-lru"):
+            await client.check_eviction_policy()
+    finally:
+        await client.call("CONFIG", "SET", "maxmemory-policy", "noeviction")
+
+
+async def test_scan_finds_every_key(client: StateClient) -> None:
+    """Over several pages, and only what matches."""
+    for n in range(1100):
+        await client.call("SET", f"wanted:{n}", 1)
+    await client.call("SET", "other", 1)
+
+    assert {f"wanted:{n}" for n in range(1100)} == {key async for key in client.scan("wanted:*")}
