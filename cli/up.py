@@ -54,7 +54,7 @@ def run_up(options: UpOptions, around: Mapping[str, str]) -> int:
     except OSError as error:
         raise CommandProblem(f"{options.home} cannot be written ({error.strerror}); name another with --home") from None
     model = None if options.is_scripted else prepare_model(options.model, options.home, notes.say)
-    redis, redis_url = plan_redis(folder) if options.redis_url is None else (None, options.redis_url)
+    redis, redis_url = plan_redis(folder, around) if options.redis_url is None else (None, options.redis_url)
     deployment = Deployment(
         port=options.port,
         num_prefill=options.num_prefill,

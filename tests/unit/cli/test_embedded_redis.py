@@ -1,6 +1,7 @@
 """The embedded Valkey as a child."""
 
 import asyncio
+import os
 from pathlib import Path
 
 from cli.checks import wait_for_redis
@@ -13,7 +14,7 @@ from cli.run_folder import RunFolder
 async def test_the_planned_child_serves_its_url_again_after_a_restart(tmp_path: Path) -> None:
     """Same port, empty store: the scheduler writes its live records again. Its log is where the notes say."""
     folder = RunFolder.create(tmp_path)
-    spec, url = plan_redis(folder)
+    spec, url = plan_redis(folder, os.environ)
 
     assert DrainStage.STATE is spec.stage
     for _ in range(2):
