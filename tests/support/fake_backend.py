@@ -90,7 +90,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
         return request
 
     # The generated base types describe the synchronous and the asynchronous API at once.
-    async def Serve(  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def Serve(
         self, request_iterator: AsyncIterator[scheduler_pb2.ServeUp], context: Any
     ) -> None:
         first = await context.read()
@@ -131,7 +131,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             self._end(request, _cancelled())
             request.touch()
 
-    async def Cancel(  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def Cancel(
         self, request: scheduler_pb2.CancelRequest, context: Any
     ) -> scheduler_pb2.CancelReply:
         self.cancelled_ids.append(request.request_id)
@@ -144,12 +144,12 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             released=True, outcome=scheduler_pb2.OUTCOME_KIND_CANCELLED, blocks_freed=3
         )
 
-    async def Session(  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def Session(
         self, request_iterator: AsyncIterator[scheduler_pb2.SessionUp], context: Any
     ) -> None:
         raise ServingError(ErrorCode.INTERNAL, "no worker dials this")
 
-    async def Status(  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def Status(
         self, request: scheduler_pb2.StatusRequest, context: Any
     ) -> scheduler_pb2.StatusReply:
         return scheduler_pb2.StatusReply(
@@ -166,7 +166,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             max_request_tokens=self.max_request_tokens,
         )
 
-    async def Tokens(  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def Tokens(
         self, request_iterator: AsyncIterator[decode_pb2.TokensUp], context: Any
     ) -> None:
         self.num_token_calls += 1
@@ -198,6 +198,8 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                         request = self.requests[message.detach.key.request_id]
                         request.is_detached = True
                         request.touch()
+                    case _:
+                        raise ServingError(ErrorCode.INTERNAL, "not in the protocol")
             for sender in senders:
                 sender.cancel()
 
