@@ -9,9 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.problem import EXIT_USAGE, CommandProblem
+from shared.domain.request import RequestState
 from shared.settings import ADMIN_PORT_OFFSET
 
 OK = 200
+REQUEST_STATES = tuple(state.value for state in RequestState)
+BLOCK_STATES = ("free", "reserved", "active", "cached", "quarantined")
 TIMEOUT_S = 5.0  # the gateway asks scheduler and workers before it answers
 
 
@@ -134,23 +137,27 @@ def show_status(status: SystemStatus, console: Console) -> None:
     services = Table(
         "role", "id", "pid", "address", "admin", "ready", title=f"services, {status.queue} requests queued"
     )
+    for column in services.columns:
+        column.overflow = "fold"  # an address that is cut cannot be copied
     for service in status.services:
         services.add_row(
             service.role,
             service.id,
             "-" if service.pid is None else str(service.pid),
-            service.address,
-            service.admin_url,
+            service.address.removeprefix("http://"),
+            service.admin_url.removeprefix("http://") or "-",
             "[green]yes[/green]" if service.ready else "[red]no[/red]",
         )
     console.print(services)
-    console.print(_count_table("requests", {"all": status.requests}))
-    console.print(_count_table("KV blocks", status.blocks))
+    console.print(_count_table("requests", {"all": status.requests}, REQUEST_STATES))
+    console.print(_count_table("KV blocks", status.blocks, BLOCK_STATES))
 
 
-def _count_table(title: str, rows: dict[str, dict[str, int]]) -> Table:
-    states = list(dict.fromkeys(state for counts in rows.values() for state in counts))
+def _count_table(title: str, rows: dict[str, dict[str, int]], order: tuple[str, ...]) -> Table:
+    """The states in the order of a life; one that we do not know comes last."""
+    found = {state for counts in rows.values() for state in counts}
+    states = [*(state for state in order if state in found), *sorted(found.difference(order))]
     table = Table("", *states, title=title)
-    for name, counts in rows.items():
+    for name, counts in sorted(rows.items(), reverse=True):  # prefill before decode
         table.add_row(name, *(str(counts.get(state, 0)) for state in states))
     return table

@@ -85,6 +85,17 @@ def test_the_table_shows_every_service_and_count() -> None:
         assert word in text
 
 
+def test_states_are_in_the_order_of_a_life() -> None:
+    """Whatever the order in the document; a state of a newer gateway is shown too, last."""
+    out = io.StringIO()
+    requests = {"sleeping": 1, "decoding": 2, "queued": 3, "prefilling": 0}
+
+    show_status(parse_status(_document() | {"requests": requests}), Console(file=out, width=160))
+
+    (head,) = [line for line in out.getvalue().splitlines() if "decoding" in line]
+    assert ["queued", "prefilling", "decoding", "sleeping"] == [word for word in head.split() if word.isalpha()]
+
+
 def test_nobody_there_is_said_with_what_to_do(unused_tcp_port: int) -> None:
     """Exit code 1, and how to start a system or name another one."""
     with pytest.raises(CommandProblem) as caught:
