@@ -1,8 +1,8 @@
-"""The receiving end of KV transfers: frames in, checked, copied by our own thread into blocks that the attempt still holds.
+"""The receiving end of KV transfers: frames in, checked, copied by our own thread into blocks that the attempt holds.
 
 A received payload belongs to its one transfer and one frame until it is copied; a stream has one frame in hand at a
-time, and what it sends beyond that waits at the sender (credit). A copy that has begun always returns, and only then may
-blocks be freed.
+time, and what it sends beyond that waits at the sender (credit). A copy that has begun always returns, and only then
+may blocks be freed.
 """
 
 import asyncio

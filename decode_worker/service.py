@@ -53,14 +53,13 @@ class EventSink(Protocol):
 
 
 class DecodeService:
-    """Call `connect` before anything else. `address` is what others dial."""
+    """Call `connect` before anything else."""
 
     def __init__(
         self,
         *,
         worker_id: WorkerId,
         incarnation: Incarnation,
-        address: str,
         layout: KvLayout,
         eos_ids: frozenset[TokenId],
         pool: BlockPool,
@@ -73,7 +72,6 @@ class DecodeService:
     ) -> None:
         self._worker_id = worker_id
         self._incarnation = incarnation
-        self._address = address
         self._layout = layout
         self._eos_ids = eos_ids
         self._pool = pool
@@ -88,8 +86,9 @@ class DecodeService:
         self._engine_error: ServingError | None = None
         self.is_draining = False
 
-    def connect(self, engine: DecodeEngine, events: EventSink) -> None:
-        """The two that the table speaks to; they are made with it and so come later."""
+    def connect(self, engine: DecodeEngine, events: EventSink, *, address: str) -> None:
+        """The two that the table speaks to, and what others dial; they are made with the table and so come later."""
+        self._address = address
         self._engine = engine
         self._events = events
 

@@ -1,7 +1,7 @@
 """Carries KV and token 1 of each job to its decode worker: one Push stream a transfer, FirstToken beside it.
 
-A broken stream is opened again for the same transfer, and only what decode does not hold is sent again. An answer starts
-the time anew after which we give up; decode's lease ends by then as well, so neither waits for the other.
+A broken stream is opened again for the same transfer, and only what decode does not hold is sent again. An answer
+starts the time anew after which we give up; decode's lease ends by then as well, so neither waits for the other.
 """
 
 import asyncio

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
-import structlog
+from structlog.typing import FilteringBoundLogger
 
 from shared.aio.backoff import Backoff
 from shared.aio.scope import spawn
@@ -25,6 +25,8 @@ from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 HEARTBEAT_S = 1.0  # a fifth of the silence after which a worker counts as lost
 HEARTBEAT_SPACING_S = 0.02  # heartbeats asked for by events: a prefill step takes longer than this
+REDIAL_INITIAL_S = 0.05
+REDIAL_MAX_S = 1.0  # a restarted scheduler waits at most this long for its workers
 WELCOME_TIMEOUT_S = 5.0  # a scheduler that does not greet within the time after which we would be lost anyway
 # Each attempt makes at most five events and a scheduler acknowledges at once, so thousands mean a scheduler that
 # commands and never acknowledges: its session is closed and dialled again, and no further command taken from it.
@@ -82,7 +84,7 @@ class WorkerSession:
         backoff: Backoff,
         clock: Clock,
         metrics: Metrics,
-        log: structlog.stdlib.BoundLogger,
+        log: FilteringBoundLogger,
     ) -> None:
         self._identity = identity
         self._handler = handler
