@@ -62,7 +62,7 @@ def settings_table() -> str:
             readers = known[2]
             readers.append(service if known[0] == default else f"{service} ({default})")
     return table(
-        ("variable", "default", "read by", ""),
+        ("variable", "default", "read by", "notes"),
         (
             (f"`{ENV_PREFIX}{name.upper()}`", default, readers_text(readers), reason)
             for name, (default, reason, readers) in sorted(rows.items())
@@ -109,27 +109,25 @@ def field_comments(config: type[ServiceSettings]) -> dict[str, str]:
             continue
         path = Path(sys.modules[kind.__module__].__file__ or "")
         with path.open("rb") as source:
-            comments = {
-                token.start[0]: token.string.lstrip("# ").strip()
-                for token in tokenize.tokenize(source.readline)
-                if token.type == tokenize.COMMENT
-            }
+            comments = [token for token in tokenize.tokenize(source.readline) if token.type == tokenize.COMMENT]
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
                 found |= comments_of_fields(node, comments)
     return found
 
 
-def comments_of_fields(node: ast.ClassDef, comments: dict[int, str]) -> dict[str, str]:
+def comments_of_fields(node: ast.ClassDef, comments: list[tokenize.TokenInfo]) -> dict[str, str]:
     """Field name → comment, for the annotated fields of one class."""
+    texts = {token.start[0]: token.string.lstrip("# ").strip() for token in comments}
+    alone = {token.start[0] for token in comments if token.line.lstrip().startswith("#")}
     found: dict[str, str] = {}
     for field in node.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            beside = [comments[line] for line in range(field.lineno, (field.end_lineno or 0) + 1) if line in comments]
+            beside = [texts[line] for line in range(field.lineno, (field.end_lineno or 0) + 1) if line in texts]
             above: list[str] = []
             line = field.lineno - 1
-            while not beside and line in comments:
-                above.insert(0, comments[line])
+            while not beside and line in alone:
+                above.insert(0, texts[line])
                 line -= 1
             if text := " ".join(beside or above):
                 found[field.target.id] = text

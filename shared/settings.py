@@ -29,13 +29,13 @@ class ServiceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(frozen=True, env_prefix=ENV_PREFIX, env_ignore_empty=True)
 
-    host: str = "127.0.0.1"
-    port: Port = 0
-    admin_port: Port | None = None
-    cluster_token: SecretStr = SecretStr("")
-    redis_url: str = "redis://127.0.0.1:6379/0"
+    host: str = "127.0.0.1"  # where it listens
+    port: Port = 0  # 0 = the kernel chooses
+    admin_port: Port | None = None  # - = port + 1000
+    cluster_token: SecretStr = SecretStr("")  # on every internal call; `up` makes one a run
+    redis_url: str = "redis://127.0.0.1:6379/0"  # must have maxmemory-policy noeviction
     scheduler: str | None = None  # "host:port": used instead of the lease lookup
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # state changes are at DEBUG
     drain_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0  # Kubernetes' default grace period
 
     @classmethod
@@ -78,8 +78,8 @@ class ModelSettings(ServiceSettings):
     """For those who serve a model: exactly one of `model_dir` and `scripted` is given."""
 
     model_dir: Path | None = None  # a prepared folder
-    scripted: bool = Field(default=False, validate_default=True)
-    served_model_name: str = Field(default="", validate_default=True)
+    scripted: bool = Field(default=False, validate_default=True)  # or this: the deterministic generator
+    served_model_name: str = Field(default="", validate_default=True)  # what clients call it
 
     @field_validator("model_dir")
     @classmethod
@@ -107,9 +107,9 @@ class WorkerSettings(ModelSettings):
     """What prefill and decode workers have in common."""
 
     worker_id: str = ""  # "" = role and port
-    kv_pool_mib: Annotated[int, Field(ge=1)] = 512
+    kv_pool_mib: Annotated[int, Field(ge=1)] = 512  # SmolLM2 takes 45 KiB a token: some 11,000 tokens
     num_threads: Annotated[int, Field(ge=1)] | None = None  # None = all cores
-    block_size: Annotated[int, Field(ge=1, le=256)] = 16
+    block_size: Annotated[int, Field(ge=1, le=256)] = 16  # tokens; the same on all workers
 
 
 Config = TypeVar("Config", bound=ServiceSettings)
