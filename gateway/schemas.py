@@ -6,7 +6,7 @@ for nothing; an unknown one is ignored and counted, as are the harmless ones (us
 
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from shared.domain.errors import ErrorCode, ServingError
@@ -88,6 +88,18 @@ def _list_stops(stop: object) -> object:
     return [stop] if isinstance(stop, str) else stop
 
 
+def _require_text(text: str) -> str:
+    """JSON can spell half of a surrogate pair, which has no bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("text", "holds half of a surrogate pair, which is no text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_require_text)]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -100,7 +112,7 @@ class Message(_Body):
     """One turn of the conversation."""
 
     role: Literal["system", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_join_parts)]
+    content: Annotated[Text, BeforeValidator(_join_parts)]
 
 
 class StreamOptions(_Body):
@@ -119,7 +131,7 @@ class GenerationBody(_Body):
     top_k: Annotated[int, Field(ge=0, le=_MAX_UINT32)] | None = None
     seed: Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)] | None = None
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]], BeforeValidator(_list_stops), Field(max_length=MAX_STOP_STRINGS)
+        list[Annotated[Text, Field(min_length=1)]], BeforeValidator(_list_stops), Field(max_length=MAX_STOP_STRINGS)
     ] = []
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -153,16 +165,16 @@ class GenerationBody(_Body):
 class CompletionBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    model: str
+    model: Text
     messages: Annotated[list[Message], Field(min_length=1)]
 
 
 class ChatBody(GenerationBody):
     """POST /api/chat: `messages`, or `message` for a single user turn."""
 
-    model: str | None = None
+    model: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    message: str | None = None
+    message: Text | None = None
 
     @property
     def turns(self) -> list[Message]:

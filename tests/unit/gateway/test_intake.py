@@ -1,0 +1,236 @@
+"""From bytes to an intake."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gateway.intake import AnswerForm, Intake, IntakeReader, accepts_event_stream, parse_object
+from gateway.request_id import new_request_id
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import TokenId
+from shared.text.chat import ChatMessage, ChatTokenizer
+from shared.text.detokenizer import Detokenizer
+
+REQUEST_ID = new_request_id(1)
+
+
+class BytesTokenizer(ChatTokenizer):
+    """One token a byte of all contents, a window of 64."""
+
+    window = 64
+    eos_ids = frozenset({TokenId(0)})
+    vocab_size = 256
+
+    def render(self, messages: Sequence[ChatMessage]) -> tuple[TokenId, ...]:
+        """The contents, one after the other."""
+        if messages[0].role == "system":
+            raise ServingError(ErrorCode.INVALID_REQUEST, "chat template: no system turns here", param="messages")
+        return tuple(map(TokenId, "".join(message.content for message in messages).encode()))
+
+    def detokenizer(self, prompt_ids: Sequence[TokenId], stop: Sequence[str] = ()) -> Detokenizer:
+        """Bytes are bytes."""
+        return Detokenizer(lambda token_id: bytes([token_id]), stop)
+
+
+@pytest.fixture
+def reader() -> IntakeReader:
+    """Serves the model `m`."""
+    return IntakeReader(BytesTokenizer(), "m")
+
+
+def body(content: str = "hello", **fields: Any) -> bytes:
+    """A valid body with these fields on top."""
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], **fields}).encode()
+
+
+def refusal(reader: IntakeReader, raw: bytes) -> ServingError:
+    """What reading it raises."""
+    with pytest.raises(ServingError) as caught:
+        reader.read_completion(raw)
+    return caught.value
+
+
+def test_a_plain_question_gets_the_defaults(reader: IntakeReader) -> None:
+    """Temperature 1, no cuts, whole answer, as many tokens as fit."""
+    intake = reader.read_completion(body())
+
+    assert tuple(b"hello") == intake.prompt_ids
+    assert (1.0, 1.0, 0) == (intake.sampling.temperature, intake.sampling.top_p, intake.sampling.top_k)
+    assert (None, AnswerForm.WHOLE, False, False) == (
+        intake.max_tokens,
+        intake.form,
+        intake.ignore_eos,
+        intake.has_stop_strings,
+    )
+
+
+def test_what_is_asked_arrives_in_the_spec(reader: IntakeReader) -> None:
+    """Every field that workers know."""
+    intake = reader.read_completion(
+        body(temperature=0, top_p=0.5, top_k=7, seed=9, stop="x", max_tokens=3, ignore_eos=True, stream=True)
+    )
+    spec = intake.spec(REQUEST_ID, 0)
+
+    assert (0.0, 0.5, 7, 9) == (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.top_k, spec.sampling.seed)
+    assert (REQUEST_ID, 3, True, True) == (spec.request_id, spec.max_tokens, spec.ignore_eos, spec.has_stop_strings)
+    assert AnswerForm.CHUNKS is intake.form
+
+
+@pytest.mark.parametrize(
+    ("seed", "expected"), [(0, 0), (-1, 2**64 - 1), (-(2**63), 2**63), (2**63, 2**63), (2**64 - 1, 2**64 - 1)]
+)
+def test_a_seed_is_64_bits_whatever_its_sign(reader: IntakeReader, seed: int, expected: int) -> None:
+    """A negative one counts as the unsigned number with the same bits."""
+    assert expected == reader.read_completion(body(seed=seed)).sampling.seed
+
+
+def test_without_a_seed_each_request_draws_one(reader: IntakeReader) -> None:
+    """64 random bits: two alike would be a defect."""
+    assert reader.read_completion(body()).sampling.seed != reader.read_completion(body()).sampling.seed
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b'"x"',
+        b"7",
+        b"null",
+        b"true",
+        b'{"model": ',
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b"\xff\xfe{}",
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"\xef\xbb\xbf{}",
+    ],
+)
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    """ERR-02: 400 with a sentence, never an exception of the parser's, however deep or long."""
+    with pytest.raises(ServingError) as caught:
+        parse_object(raw)
+
+    assert ErrorCode.INVALID_REQUEST == caught.value.code
+    assert caught.value.message.startswith("the body ")
+
+
+def test_a_half_surrogate_is_refused(reader: IntakeReader) -> None:
+    """It has no UTF-8 bytes, so it is no text."""
+    raw = b'{"model": "m", "messages": [{"role": "user", "content": "a\\ud800b"}]}'
+
+    assert "messages[0].content" == refusal(reader, raw).param
+
+
+@pytest.mark.parametrize("model", ["m", "default"])
+def test_the_model_has_an_alias(reader: IntakeReader, model: str) -> None:
+    """`default` is whatever is served."""
+    assert 5 == len(reader.read_completion(body(model=model)).prompt_ids)
+
+
+def test_an_unknown_model_is_named_up_to_64_characters(reader: IntakeReader) -> None:
+    """404, and no long text of a client's in a message."""
+    error = refusal(reader, body(model="z" * 100))
+
+    assert (ErrorCode.MODEL_NOT_FOUND, "model") == (error.code, error.param)
+    assert f"the model '{'z' * 64}' does not exist" == error.message
+
+
+@pytest.mark.parametrize("max_tokens", [None, 10])
+@pytest.mark.parametrize("num_prompt", [64, 100])
+def test_a_prompt_over_the_window_names_the_numbers(
+    reader: IntakeReader, max_tokens: int | None, num_prompt: int
+) -> None:
+    """USE-01: window and prompt, what was asked for if anything was, nothing negative."""
+    fields = {} if max_tokens is None else {"max_tokens": max_tokens}
+    error = refusal(reader, body("x" * num_prompt, **fields))
+
+    assert ErrorCode.CONTEXT_TOO_LONG == error.code
+    assert "window of this model is 64 tokens" in error.message
+    assert f"the prompt has {num_prompt}" in error.message
+    assert (max_tokens is not None) == ("10 tokens of answer" in error.message)
+    assert "-" not in error.message
+
+
+def test_prompt_and_answer_together_must_fit(reader: IntakeReader) -> None:
+    """Exactly the window fits, one more does not, and then it is max_tokens that is too much."""
+    assert 4 == reader.read_completion(body("x" * 60, max_tokens=4)).max_tokens
+
+    error = refusal(reader, body("x" * 60, max_tokens=5))
+    assert (ErrorCode.CONTEXT_TOO_LONG, "max_tokens") == (error.code, error.param)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_request_tokens", "expected"), [(60, 0, 4), (60, 1000, 4), (10, 16, 6), (60, 16, 1)]
+)
+def test_without_max_tokens_what_is_left_is_asked_for(
+    reader: IntakeReader, num_prompt: int, max_request_tokens: int, expected: int
+) -> None:
+    """Of the window and of the largest pool; a prompt that fits no pool asks for one token, which never fits either."""
+    intake = reader.read_completion(body("x" * num_prompt))
+
+    assert expected == intake.spec(REQUEST_ID, max_request_tokens).max_tokens
+
+
+def test_a_template_that_refuses_is_quoted(reader: IntakeReader) -> None:
+    """ERR-03: the template's own words, as a 400."""
+    raw = json.dumps({"model": "m", "messages": [{"role": "system", "content": "x"}]}).encode()
+    error = refusal(reader, raw)
+
+    assert (ErrorCode.INVALID_REQUEST, "chat template: no system turns here") == (error.code, error.message)
+
+
+def test_an_empty_prompt_is_refused(reader: IntakeReader) -> None:
+    """There is nothing to compute from."""
+    assert "messages" == refusal(reader, body("")).param
+
+
+def test_stream_options_need_a_stream(reader: IntakeReader) -> None:
+    """As the original refuses it."""
+    assert "stream_options" == refusal(reader, body(stream_options={"include_usage": True})).param
+    assert reader.read_completion(body(stream=True, stream_options={"include_usage": True})).include_usage
+
+
+def test_chat_gives_named_events(reader: IntakeReader) -> None:
+    """The model may be left out; the fields mean the same."""
+    intake = reader.read_chat(b'{"message": "hello", "max_tokens": 3}')
+
+    assert (AnswerForm.NAMED_EVENTS, 3) == (intake.form, intake.max_tokens)
+    assert tuple(b"hello") == intake.prompt_ids
+
+
+def test_chat_cannot_be_asked_for_a_whole_answer(reader: IntakeReader) -> None:
+    """The client would wait for something else than it gets."""
+    with pytest.raises(ServingError) as caught:
+        reader.read_chat(b'{"message": "hello", "stream": false}')
+
+    assert "stream" == caught.value.param
+
+
+def test_the_detokenizer_knows_the_stop_strings(reader: IntakeReader) -> None:
+    """TXT-06: it is this side that finds them."""
+    intake: Intake = reader.read_completion(body(stop=["##"]))
+    emission = intake.detokenizer.feed(list(map(TokenId, b"a##b")))
+
+    assert ("a", 3) == (emission.text, emission.stop_index)
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        ("text/event-stream", True),
+        ("application/json, Text/Event-Stream;q=0.5", True),
+        ("text/event-stream; q=0", False),
+        ("*/*", False),
+        ("application/x-ndjson", False),
+        ("", False),
+    ],
+)
+def test_an_event_stream_must_be_named(accept: str, expected: bool) -> None:
+    """`*/*` will mean lines of JSON one day."""
+    assert expected == accepts_event_stream({"accept": accept})

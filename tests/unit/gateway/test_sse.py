@@ -1,0 +1,147 @@
+"""The frames, word for word where clients depend on them. Whatever holds for all texts is in tests/property."""
+
+import json
+from typing import Any
+
+from gateway.sse import EventStream, NamedEventEncoder, OpenAiEncoder, completion_object
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.request import FinishReason, Usage
+
+USAGE = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=4)
+USAGE_OBJECT = {
+    "prompt_tokens": 7,
+    "completion_tokens": 5,
+    "total_tokens": 12,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
+
+
+def openai_stream(*, include_usage: bool) -> EventStream:
+    """A started stream."""
+    stream = EventStream(
+        OpenAiEncoder(completion_id="chatcmpl-A", model="m", created_unix_s=9, include_usage=include_usage)
+    )
+    stream.start(0)
+    return stream
+
+
+def data_of(frames: bytes) -> list[str]:
+    """What stands behind `data: `, event by event."""
+    return [line.removeprefix("data: ") for line in frames.decode().split("\n") if line]
+
+
+def objects_of(frames: bytes) -> list[dict[str, Any]]:
+    """All events but the last, parsed."""
+    return [json.loads(data) for data in data_of(frames)[:-1]]
+
+
+def test_the_first_delta_brings_the_role() -> None:
+    """A role chunk with empty content, then the text; the second delta comes alone."""
+    stream = openai_stream(include_usage=False)
+    first, second = data_of(stream.delta("Hi")), data_of(stream.delta("!"))
+
+    assert [{"role": "assistant", "content": ""}, {"content": "Hi"}] == [
+        json.loads(data)["choices"][0]["delta"] for data in first
+    ]
+    assert [{"content": "!"}] == [json.loads(data)["choices"][0]["delta"] for data in second]
+
+
+def test_a_chunk_has_the_fields_of_the_original() -> None:
+    """Exactly these, in every chunk of a stream without usage."""
+    stream = openai_stream(include_usage=False)
+    stream.delta("a")
+
+    assert {
+        "id": "chatcmpl-A",
+        "object": "chat.completion.chunk",
+        "created": 9,
+        "model": "m",
+        "choices": [{"index": 0, "delta": {"content": "b"}, "logprobs": None, "finish_reason": None}],
+    } == json.loads(data_of(stream.delta("b"))[0])
+
+
+def test_usage_is_one_chunk_without_choices_between_finish_and_done() -> None:
+    """SSE-03: with include_usage every other chunk says null."""
+    stream = openai_stream(include_usage=True)
+    chunks = objects_of(stream.delta("a") + stream.finish(FinishReason.LENGTH, USAGE))
+
+    assert [None, None, None, USAGE_OBJECT] == [chunk["usage"] for chunk in chunks]
+    assert [1, 1, 1, 0] == [len(chunk["choices"]) for chunk in chunks]
+    assert "length" == chunks[2]["choices"][0]["finish_reason"]
+
+
+def test_without_include_usage_no_chunk_has_one() -> None:
+    """SSE-03, the other half."""
+    stream = openai_stream(include_usage=False)
+    chunks = objects_of(stream.delta("a") + stream.finish(FinishReason.STOP, USAGE))
+
+    assert [] == [chunk for chunk in chunks if "usage" in chunk]
+
+
+def test_an_empty_answer_has_a_role_chunk_too() -> None:
+    """The end may be the first that comes."""
+    frames = openai_stream(include_usage=False).finish(FinishReason.STOP, USAGE)
+
+    assert ["assistant", None] == [chunk["choices"][0]["delta"].get("role") for chunk in objects_of(frames)]
+
+
+def test_an_error_is_data_and_then_done() -> None:
+    """No event line and no finish reason: OpenAI's clients look for the `error` key in data."""
+    error = ServingError(ErrorCode.WORKER_LOST, "a worker was lost")
+    frames = openai_stream(include_usage=True).error(error)
+
+    assert [
+        '{"error": {"message": "a worker was lost", "type": "server_error", "param": null, "code": "worker_lost"}}',
+        "[DONE]",
+    ] == data_of(frames)
+
+
+def test_named_events_are_named() -> None:
+    """The stream of /api/chat, word for word."""
+    stream = EventStream(NamedEventEncoder(request_id="R"))
+    frames = stream.start(2) + stream.delta("Hi") + stream.finish(FinishReason.STOP, USAGE)
+
+    assert [
+        ": queued 2",
+        "",
+        "event: delta",
+        'data: {"delta": "Hi"}',
+        "",
+        "event: done",
+        "data: " + json.dumps({"finish_reason": "stop", "usage": USAGE_OBJECT, "request_id": "R"}),
+        "",
+        "",
+    ] == frames.decode().split("\n")
+
+
+def test_a_named_error_has_no_done() -> None:
+    """`error` is its own end."""
+    stream = EventStream(NamedEventEncoder(request_id="R"))
+    stream.start(0)
+    frames = stream.error(ServingError(ErrorCode.INTERNAL, "the server failed"))
+
+    assert "event: error" == frames.decode().split("\n")[0]
+    assert b"done" not in frames
+
+
+def test_a_whole_answer_has_the_fields_of_the_original() -> None:
+    """Exactly these."""
+    answer = completion_object(
+        completion_id="chatcmpl-A", model="m", created_unix_s=9, text="Hi", reason=FinishReason.STOP, usage=USAGE
+    )
+
+    assert {
+        "id": "chatcmpl-A",
+        "object": "chat.completion",
+        "created": 9,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hi", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": USAGE_OBJECT,
+    } == answer
