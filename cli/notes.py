@@ -37,6 +37,5 @@ class Notes:
             self._waiting = None
 
     def tell(self, *lines: str) -> None:
-        """On stdout, at once, even into a pipe."""
-        for line in lines:
-            print(line, flush=True)
+        """On stdout, at once, even into a pipe; in one piece, as a reader may leave after the first line."""
+        print("\n".join(lines), flush=True)
