@@ -108,8 +108,20 @@ class StateClient:
         while self._idle:
             await drop(self._idle.pop())
 
+    async def _take(self) -> Connection:
+        """An idle connection that is still open and clean, else a new one: a restarted Redis costs no failed call."""
+        while self._idle:
+            connection = self._idle.pop()
+            try:
+                if not await connection.can_read():  # nothing to read, and no end of file
+                    return connection
+            except RedisConnectionError:
+                pass
+            await drop(connection)
+        return connect_later(self.url)
+
     async def _call(self, command: Sequence[str | int | bytes]) -> Reply:
-        connection = self._idle.pop() if self._idle else connect_later(self.url)
+        connection = await self._take()
         is_clean = is_sent = False
         try:
             await connection.connect()

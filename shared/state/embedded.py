@@ -82,7 +82,7 @@ class EmbeddedValkey:
         return self._child is not None and self._child.poll() is None
 
     def start(self) -> None:
-        """Returns when it answers PING. Raises EmbeddedValkeyError."""
+        """Returns when it answers. Raises EmbeddedValkeyError."""
         if self.is_running:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -126,9 +126,10 @@ class EmbeddedValkey:
         while self.is_running and time.monotonic() < ends_at:
             try:
                 with socket.create_connection((HOST, port), timeout=1.0) as connection:
-                    connection.sendall(b"PING\r\n")
-                    if connection.recv(16).startswith(b"+PONG"):
-                        return self.is_running
+                    # Not PING: another server may have the port, and ours end in a moment because of it.
+                    connection.sendall(b"INFO server\r\n")
+                    if f"process_id:{self.pid}\r\n".encode() in connection.recv(65536):
+                        return True
             except OSError:
                 pass
             time.sleep(0.01)

@@ -91,11 +91,11 @@ async def test_redis_away(client: StateClient, valkey: RedisServer) -> None:
     async with aclosing(marks.watch()) as watch, asyncio.timeout(15):
         await marks.mark(ONE, CancelReason.DELETE)
         assert ONE == await anext(watch)
-        valkey.stop()
+        await asyncio.to_thread(valkey.stop)
         for attempt in (marks.mark(TWO, CancelReason.DELETE), marks.read(TWO), marks.clear(TWO)):
             with pytest.raises(ServingError) as caught:
                 await attempt
             assert ErrorCode.STATE_UNAVAILABLE == caught.value.code
-        valkey.start()
+        await asyncio.to_thread(valkey.start)
         await marks.mark(THREE, CancelReason.SHUTDOWN)
         assert THREE == await anext(watch)

@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -156,12 +157,12 @@ async def test_redis_away_is_state_unavailable(
     """Whichever write it was; and on the empty store that comes back a rewrite makes the record again."""
     store = RequestStore(client)
     await store.admit(QUEUED)
-    valkey.stop()
+    await asyncio.to_thread(valkey.stop)
     with pytest.raises(ServingError) as caught:
         await write(store)
     assert ErrorCode.STATE_UNAVAILABLE == caught.value.code
 
-    valkey.start()
+    await asyncio.to_thread(valkey.start)
     assert [] == await store.load_live()
     await store.rewrite(PLACED)
     assert [PLACED] == await store.load_live()

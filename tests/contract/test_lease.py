@@ -1,0 +1,232 @@
+import asyncio
+
+import pytest
+
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Epoch, Incarnation
+from shared.state.client import StateClient
+from shared.state.keys import EPOCH, EPOCH_TTL_MS, LEASE, LEASE_TTL_MS
+from shared.state.leadership import Leadership, SchedulerLocation
+from shared.state.lease import ABSENT_WAIT_S, LeaseKeeper, LeaseState
+from shared.state.locate import SchedulerLocator
+from tests.support.hand_clock import HandClock
+from tests.support.redis_server import RedisServer
+
+
+class Candidate:
+    """One scheduler process as far as the lease is concerned."""
+
+    def __init__(
+        self, client: StateClient, clock: HandClock, number: int, absent_wait_s: float = ABSENT_WAIT_S
+    ) -> None:
+        self.address = f"10.0.0.{number}:7000"
+        self.leadership = Leadership(client, clock)
+        self.keeper = LeaseKeeper(
+            self.leadership,
+            clock,
+            holder=Incarnation(number),
+            address=self.address,
+            absent_wait_s=absent_wait_s,
+        )
+
+    async def step(self) -> LeaseState:
+        """One look or renewal, whenever it is due."""
+        await self.keeper.step()
+        return self.keeper.state
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    """Moved by the test."""
+    return HandClock()
+
+
+async def become_active(candidate: Candidate, clock: HandClock) -> Epoch:
+    """Looks, waits the time, looks again."""
+    assert LeaseState.STANDBY == await candidate.step()
+    clock.advance(ABSENT_WAIT_S)
+    assert LeaseState.ACTIVE == await candidate.step()
+    return candidate.keeper.epoch
+
+
+async def expire_lease(client: StateClient) -> None:
+    """As three missed renewals do."""
+    await client.call("DEL", LEASE)
+
+
+async def test_absent_lease_is_taken_after_three_seconds(client: StateClient, clock: HandClock) -> None:
+    """Not a moment before; its epoch is the wall clock, and everyone can find it."""
+    one = Candidate(client, clock, 1)
+    states = [await one.step()]
+    for seconds in (1.0, 1.0, 0.9):
+        clock.advance(seconds)
+        states.append(await one.step())
+    clock.advance(0.1)
+
+    assert [LeaseState.STANDBY] * 4 == states
+    assert LeaseState.ACTIVE == await one.step()
+    assert clock.unix_ms() == one.keeper.epoch
+    assert SchedulerLocation(address=one.address, epoch=one.keeper.epoch) == await one.leadership.find()
+
+
+async def test_standby_waits_while_the_lease_is_held(client: StateClient, clock: HandClock) -> None:
+    """A lease seen in between starts the 3 s again."""
+    one, two = Candidate(client, clock, 1), Candidate(client, clock, 2)
+    await become_active(one, clock)
+    for _ in range(5):
+        clock.advance(10)
+        assert (LeaseState.STANDBY, LeaseState.ACTIVE) == (await two.step(), await one.step())
+    await expire_lease(client)
+    assert LeaseState.STANDBY == await two.step()
+    clock.advance(2)
+    assert LeaseState.ACTIVE == await one.step()
+    assert LeaseState.STANDBY == await two.step()
+    await expire_lease(client)
+    clock.advance(2)
+    assert LeaseState.STANDBY == await two.step()
+
+
+async def test_takeover_raises_the_epoch_and_the_old_one_knows(client: StateClient, clock: HandClock) -> None:
+    """Even when the wall clock of the new one is behind."""
+    one, two = Candidate(client, clock, 1), Candidate(client, clock, 2)
+    first = await become_active(one, clock)
+    await expire_lease(client)
+    clock.set_wall_clock(1)
+
+    assert first + 1 == await become_active(two, clock)
+    assert LeaseState.LOST == await one.step()
+    assert LeaseState.LOST == await one.step()
+    assert two.address == await SchedulerLocator(one.leadership, None).locate()
+
+
+async def test_old_one_knows_also_after_the_new_one_has_gone(client: StateClient, clock: HandClock) -> None:
+    """The lease is absent, but a higher epoch has been given: it is not taken again under the old one."""
+    one, two = Candidate(client, clock, 1), Candidate(client, clock, 2)
+    await become_active(one, clock)
+    await expire_lease(client)
+    await become_active(two, clock)
+    await two.leadership.release()
+
+    assert LeaseState.LOST == await one.step()
+
+
+@pytest.mark.parametrize(("least", "expected_above"), [(5, False), (2_000_000_000_000, True)])
+async def test_epoch_is_at_least_what_workers_have_seen(
+    client: StateClient, clock: HandClock, least: int, expected_above: bool
+) -> None:
+    """A worker that saw a higher epoch than Redis remembers would refuse a lower one."""
+    one = Candidate(client, clock, 1)
+    one.keeper.min_epoch = Epoch(least)
+    epoch = await become_active(one, clock)
+
+    assert (least if expected_above else clock.unix_ms()) == epoch
+
+
+async def test_renewal_keeps_epoch_and_prolongs(client: StateClient, clock: HandClock) -> None:
+    """Each second, for three more."""
+    one = Candidate(client, clock, 1)
+    epoch = await become_active(one, clock)
+    await client.call("PEXPIRE", LEASE, 500)
+    clock.advance(1)
+
+    assert 1.0 == await one.keeper.step()
+    assert 500 < await client.call("PTTL", LEASE) <= LEASE_TTL_MS
+    assert EPOCH_TTL_MS - 5000 < await client.call("PTTL", EPOCH) <= EPOCH_TTL_MS
+    assert SchedulerLocation(address=one.address, epoch=epoch) == await one.leadership.find()
+
+
+async def test_two_standbys_one_winner(client: StateClient, clock: HandClock) -> None:
+    """Both have waited long enough: the script gives it to one."""
+    one, two = Candidate(client, clock, 1), Candidate(client, clock, 2)
+    for candidate in (one, two):
+        await candidate.step()
+    clock.advance(ABSENT_WAIT_S)
+
+    assert (LeaseState.ACTIVE, LeaseState.STANDBY) == (await one.step(), await two.step())
+    assert await two.leadership.acquire(Incarnation(2), two.address, Epoch(0)) is None
+
+
+async def test_active_goes_on_while_redis_is_away(client: StateClient, valkey: RedisServer, clock: HandClock) -> None:
+    """Under its epoch; back and empty, it has its lease again before a standby may take it."""
+    one, two = Candidate(client, clock, 1), Candidate(client, clock, 2)
+    epoch = await become_active(one, clock)
+    await asyncio.to_thread(valkey.stop)
+    for _ in range(3):
+        clock.advance(2)
+        assert (LeaseState.ACTIVE, LeaseState.STANDBY) == (await one.step(), await two.step())
+        assert (False, False) == (one.keeper.is_redis_reachable, two.keeper.is_redis_reachable)
+    await asyncio.to_thread(valkey.start)
+    assert LeaseState.STANDBY == await two.step()
+    clock.advance(1)
+    assert (LeaseState.STANDBY, LeaseState.ACTIVE) == (await two.step(), await one.step())
+
+    assert (True, epoch) == (one.keeper.is_redis_reachable, one.keeper.epoch)
+    assert SchedulerLocation(address=one.address, epoch=epoch) == await one.leadership.find()
+    clock.advance(10)
+    assert LeaseState.STANDBY == await two.step()
+
+
+async def test_outage_starts_the_wait_again(client: StateClient, valkey: RedisServer, clock: HandClock) -> None:
+    """Three seconds without a lease count only with Redis reachable all along."""
+    one = Candidate(client, clock, 1)
+    await one.step()
+    clock.advance(2.9)
+    await asyncio.to_thread(valkey.stop)
+    await one.step()
+    await asyncio.to_thread(valkey.start)
+    clock.advance(0.2)
+
+    assert LeaseState.STANDBY == await one.step()
+    clock.advance(2.9)
+    assert LeaseState.STANDBY == await one.step()
+    clock.advance(0.1)
+    assert LeaseState.ACTIVE == await one.step()
+
+
+async def test_somebody_else_took_the_empty_redis(client: StateClient, valkey: RedisServer, clock: HandClock) -> None:
+    """The one that was away longer finds the other and is lost."""
+    one, two = Candidate(client, clock, 1), Candidate(client, clock, 2)
+    await become_active(one, clock)
+    await asyncio.to_thread(valkey.stop)
+    await asyncio.to_thread(valkey.start)
+    await become_active(two, clock)
+
+    assert LeaseState.LOST == await one.step()
+
+
+async def test_released_lease_and_sole_scheduler(client: StateClient, clock: HandClock) -> None:
+    """Released, it is absent at once; where no other can exist the wait may be none; the epoch still grows."""
+    one, two = Candidate(client, clock, 1), Candidate(client, clock, 2, absent_wait_s=0.0)
+    first = await become_active(one, clock)
+    await one.leadership.release()
+    await one.leadership.release()
+    assert await one.leadership.find() is None
+
+    assert LeaseState.ACTIVE == await two.step()
+    assert first + 1 == two.keeper.epoch
+    await one.leadership.release()
+    assert SchedulerLocation(address=two.address, epoch=two.keeper.epoch) == await two.leadership.find()
+
+
+async def test_locator_remembers(client: StateClient, valkey: RedisServer, clock: HandClock) -> None:
+    """The last known address stands while Redis is away or has no lease; without one it is STATE_UNAVAILABLE."""
+    one = Candidate(client, clock, 1)
+    locator = SchedulerLocator(Leadership(client, clock), None)
+    with pytest.raises(ServingError) as caught:
+        await locator.locate()
+    assert ErrorCode.STATE_UNAVAILABLE == caught.value.code
+    await become_active(one, clock)
+    assert one.address == await locator.locate()
+    await expire_lease(client)
+    assert one.address == await locator.locate()
+    await asyncio.to_thread(valkey.stop)
+    assert one.address == await locator.locate()
+    with pytest.raises(ServingError):
+        await SchedulerLocator(Leadership(client, clock), None).locate()
+
+
+async def test_fixed_address_asks_nobody() -> None:
+    """FIRSTTOKEN_SCHEDULER is used as it is; both or neither is a mistake."""
+    assert "scheduler:7000" == await SchedulerLocator(None, "scheduler:7000").locate()
+    with pytest.raises(ValueError, match="either"):
+        SchedulerLocator(None, None)
