@@ -22,12 +22,12 @@ class Notes:
             return
         self.waiting_for = what
         if not self._err.is_terminal:
-            self._err.print(f"waiting for {what}")
+            self._err.print(f"waiting: {what}")
         elif self._waiting is None:
-            self._waiting = self._err.status(f"waiting for {what}")
+            self._waiting = self._err.status(f"waiting: {what}")
             self._waiting.start()
         else:
-            self._waiting.update(f"waiting for {what}")
+            self._waiting.update(f"waiting: {what}")
 
     def waited(self) -> None:
         """Nothing is waited for any more."""

@@ -26,15 +26,15 @@ async def ask_readiness(client: httpx.AsyncClient) -> str | None:
     try:
         answer = await client.get("/readyz")
     except httpx.HTTPError:
-        return "the gateway to start"
+        return "the gateway starts"
     if answer.status_code == OK:
         return None
     try:
         document: object = answer.json()
     except ValueError:
-        return f"the gateway (it answers {answer.status_code})"
+        return f"the gateway is not ready (it answers {answer.status_code})"
     match document:
         case {"reason": str(reason)} if reason:
             return reason
         case _:
-            return "the gateway"
+            return "the gateway is not ready"

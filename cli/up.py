@@ -126,7 +126,7 @@ async def _wait_until_ready(deployment: Deployment, notes: Notes) -> None:
             await wait_until_ready(f"http://127.0.0.1:{deployment.admin_port}", notes.wait_for)
     except TimeoutError:
         raise CommandProblem(
-            f"not ready after {READY_TIMEOUT_S:.0f} s, still waiting for {notes.waiting_for}"
+            f"not ready after {READY_TIMEOUT_S:.0f} s, still waiting: {notes.waiting_for}"
         ) from None
     notes.waited()
 

@@ -18,7 +18,7 @@ def test_results_and_notes_do_not_mix(capsys: pytest.CaptureFixture[str]) -> Non
 
     captured = capsys.readouterr()
     assert "ready http://127.0.0.1:8000\ncurl …\n" == captured.out
-    assert "logs: /somewhere/[bold]\nwaiting for Redis\nwaiting for a decode worker\n" == captured.err
+    assert "logs: /somewhere/[bold]\nwaiting: Redis\nwaiting: a decode worker\n" == captured.err
 
 
 def test_the_present_wait_is_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,4 +30,4 @@ def test_the_present_wait_is_known(capsys: pytest.CaptureFixture[str]) -> None:
 
     notes.waited()
     assert "" == notes.waiting_for
-    assert "waiting for a prefill worker\n" == capsys.readouterr().err
+    assert "waiting: a prefill worker\n" == capsys.readouterr().err

@@ -21,11 +21,11 @@ def _client(answer: httpx.Response | httpx.HTTPError) -> httpx.AsyncClient:
     [
         (httpx.Response(200, json={"ready": True, "reason": ""}), None),
         (httpx.Response(503, json={"ready": False, "reason": "no decode worker"}), "no decode worker"),
-        (httpx.Response(503, json={"ready": False, "reason": ""}), "the gateway"),
-        (httpx.Response(503, json=[]), "the gateway"),
-        (httpx.Response(502, text="<html>"), "the gateway (it answers 502)"),
-        (httpx.ConnectError("refused"), "the gateway to start"),
-        (httpx.ReadTimeout("slow"), "the gateway to start"),
+        (httpx.Response(503, json={"ready": False, "reason": ""}), "the gateway is not ready"),
+        (httpx.Response(503, json=[]), "the gateway is not ready"),
+        (httpx.Response(502, text="<html>"), "the gateway is not ready (it answers 502)"),
+        (httpx.ConnectError("refused"), "the gateway starts"),
+        (httpx.ReadTimeout("slow"), "the gateway starts"),
     ],
 )
 async def test_reasons(answer: httpx.Response | httpx.HTTPError, reason: str | None) -> None:
