@@ -21,7 +21,8 @@ from tests.support.polling import eventually
 FIRSTTOKEN = str(Path(sys.executable).parent / "firsttoken")
 START_TIMEOUT_S = 120.0  # the first start of a machine may have to prepare the model
 STOP_TIMEOUT_S = 45.0  # the drain limit of a service (30 s) and a little
-LOG_TAIL_LINES = 40
+LOG_TAIL_LINES = 15
+LOG_LINE_CHARS = 400
 LOGS_LINE = "logs: "
 POLL_S = 0.05
 
@@ -250,7 +251,8 @@ class ClusterPlan:
 
 
 def _tail(path: Path) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+    lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    return "\n".join(line[:LOG_LINE_CHARS] for line in lines)
 
 
 def _wait_ready_line(cluster: Cluster) -> None:

@@ -90,9 +90,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
         return request
 
     # The generated base types describe the synchronous and the asynchronous API at once.
-    async def Serve(
-        self, request_iterator: AsyncIterator[scheduler_pb2.ServeUp], context: Any
-    ) -> None:
+    async def Serve(self, request_iterator: AsyncIterator[scheduler_pb2.ServeUp], context: Any) -> None:
         first = await context.read()
         start = first.start
         await self.may_admit.wait()
@@ -131,9 +129,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             self._end(request, _cancelled())
             request.touch()
 
-    async def Cancel(
-        self, request: scheduler_pb2.CancelRequest, context: Any
-    ) -> scheduler_pb2.CancelReply:
+    async def Cancel(self, request: scheduler_pb2.CancelRequest, context: Any) -> scheduler_pb2.CancelReply:
         self.cancelled_ids.append(request.request_id)
         known = self.requests.get(request.request_id)
         if known is None:
@@ -144,14 +140,10 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             released=True, outcome=scheduler_pb2.OUTCOME_KIND_CANCELLED, blocks_freed=3
         )
 
-    async def Session(
-        self, request_iterator: AsyncIterator[scheduler_pb2.SessionUp], context: Any
-    ) -> None:
+    async def Session(self, request_iterator: AsyncIterator[scheduler_pb2.SessionUp], context: Any) -> None:
         raise ServingError(ErrorCode.INTERNAL, "no worker dials this")
 
-    async def Status(
-        self, request: scheduler_pb2.StatusRequest, context: Any
-    ) -> scheduler_pb2.StatusReply:
+    async def Status(self, request: scheduler_pb2.StatusRequest, context: Any) -> scheduler_pb2.StatusReply:
         return scheduler_pb2.StatusReply(
             scheduler_epoch=self.epoch,
             services=[
@@ -166,9 +158,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             max_request_tokens=self.max_request_tokens,
         )
 
-    async def Tokens(
-        self, request_iterator: AsyncIterator[decode_pb2.TokensUp], context: Any
-    ) -> None:
+    async def Tokens(self, request_iterator: AsyncIterator[decode_pb2.TokensUp], context: Any) -> None:
         self.num_token_calls += 1
         writing = asyncio.Lock()
         async with asyncio.TaskGroup() as group:
