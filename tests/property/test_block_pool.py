@@ -1,5 +1,6 @@
 """Any order of calls, right and wrong ones, leaves the pool whole."""
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -71,3 +72,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -265,7 +265,7 @@ def _happen(line: _Line, event: tuple[object, ...], cancelled: set[RequestKey], 
             return
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(first=st.lists(ADDS, min_size=2, max_size=5), events=EVENTS)
 def test_every_answer_is_exact_and_every_block_comes_back(
     first: list[tuple[object, ...]], events: list[tuple[object, ...]]

@@ -129,7 +129,7 @@ def _feed(
     return verdict
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), transfer=_transfers())
 def test_shuffled_and_doubled_frames_end_equal_to_the_source(data: st.DataObject, transfer: _Transfer) -> None:
     """Within the credit any order and any repetition is taken; each acknowledgement is true; nothing else is written."""
@@ -155,7 +155,7 @@ def test_shuffled_and_doubled_frames_end_equal_to_the_source(data: st.DataObject
     assert np.array_equal(transfer.expected(), target.data)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), transfer=_transfers())
 def test_bad_frames_change_nothing(data: st.DataObject, transfer: _Transfer) -> None:
     """Damaged, foreign or misplaced frames between the good ones: each refused with its code, and the pool is as without."""
@@ -189,7 +189,7 @@ def test_bad_frames_change_nothing(data: st.DataObject, transfer: _Transfer) -> 
     assert np.array_equal(transfer.expected(), target.data)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), transfer=_transfers())
 def test_a_broken_stream_goes_on_where_it_was(data: st.DataObject, transfer: _Transfer) -> None:
     """Opened again and again: only what is not held is sent, and at the end every byte is there."""
@@ -211,7 +211,7 @@ def test_a_broken_stream_goes_on_where_it_was(data: st.DataObject, transfer: _Tr
     assert np.array_equal(transfer.expected(), target.data)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), transfer=_transfers())
 def test_after_the_end_the_pool_is_untouched(data: st.DataObject, transfer: _Transfer) -> None:
     """Blocks may have a new owner: every late frame is refused as GONE and no byte moves."""
@@ -232,7 +232,7 @@ def test_after_the_end_the_pool_is_untouched(data: st.DataObject, transfer: _Tra
     assert (target.data == 0x11).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(transfer=_transfers(), chunk_blocks=st.integers(1, 4))
 def test_chunks_planned_one_by_one_cover_the_prompt_once(transfer: _Transfer, chunk_blocks: int) -> None:
     """Frames of successive chunks: every layer of every block exactly once, every payload within the limit."""

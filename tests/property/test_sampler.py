@@ -11,7 +11,7 @@ from shared.domain.sampling import SamplingParams
 from shared.engine.executor import SequenceFault
 from shared.engine.sampler import sample
 
-NUM_DRAWS = 8000
+NUM_DRAWS = 4000
 LOGITS = np.array([0.3, -1.2, 2.0, 0.9, 0.9, -3.0, 1.4, 0.0], dtype=np.float32)
 
 
@@ -44,7 +44,7 @@ def _limit(degrees: int) -> float:
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (1.0, 6, 0.9), (2.0, 3, 0.99)]
 )
 def test_draws_follow_the_exact_distribution(temperature: float, top_k: int, top_p: float, by_index: bool) -> None:
-    """Chi-square over 8,000 draws, along the positions of one answer and across seeds at one position."""
+    """Chi-square over 4,000 draws, along the positions of one answer and across seeds at one position."""
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=20_260)
     probabilities = _exact(params)
     counts = [0] * len(LOGITS)
