@@ -102,6 +102,7 @@ class Process:
         bound_host, bound_port = sock.getsockname()[:2]
         self.admin_address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
         async with self._admin.serve(sock):
+            self.log.info("admin pages", url=self.admin_url)
             await body()
 
     async def _healthz(self) -> tuple[int, str, bytes]:
@@ -158,6 +159,7 @@ def _handle_signals(process: Process) -> None:
             process.log.warning("second signal, exiting at once", signal=number.name)
             os._exit(1)
         process.log.info("stopping", signal=number.name)
+        process.readiness.set(False, "draining")  # at once: nobody should send work to the drain
         process.stopping.set()
 
     loop = asyncio.get_running_loop()

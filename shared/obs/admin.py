@@ -73,6 +73,7 @@ class AdminServer:
         async with asyncio.TaskGroup() as group:
             task = spawn(group, server.serve(sockets=[sock]), name="admin-http")
             try:
+                await server.is_listening.wait()
                 yield
             finally:
                 await cancel_and_wait(task)
@@ -80,14 +81,22 @@ class AdminServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: `shared.process` owns the signals."""
+    """uvicorn without its signal handlers (`shared.process` owns the signals), and with a word when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_listening.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
 
     def close_connections(self) -> None:
-        for listener in self.servers:
+        for listener in getattr(self, "servers", []):  # absent when it was cancelled before it listened
             listener.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()

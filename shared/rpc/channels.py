@@ -24,6 +24,8 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", PING_INTERVAL_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    # The one that counts: with its default of 60 s a link that went silent stayed open whatever the line above says.
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # 0 = no limit: a long prefill sends nothing but pings
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -32,6 +32,7 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", PING_INTERVAL_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # see channels.py
     ("grpc.http2.max_pings_without_data", 0),
 )
 

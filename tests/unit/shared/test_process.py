@@ -130,7 +130,9 @@ async def test_first_signal_drains(number: signal.Signals) -> None:
         _, errors = await asyncio.to_thread(child.communicate, timeout=20)
 
     assert 0 == child.returncode
-    assert ["starting", "stopping", "stopped"] == [json.loads(line)["event"] for line in errors.splitlines()]
+    assert ["starting", "admin pages", "stopping", "stopped"] == [
+        json.loads(line)["event"] for line in errors.splitlines()
+    ]
 
 
 async def test_second_signal_ends_at_once() -> None:
@@ -150,7 +152,7 @@ async def test_failure_is_logged_and_exits_1() -> None:
     with start_service(log_level="ERROR") as child:
         _, errors = await asyncio.to_thread(child.communicate, timeout=20)
 
-    (line,) = [json.loads(text) for text in errors.splitlines()]
+    *_, line = [json.loads(text) for text in errors.splitlines()]
     assert (1, "process failed") == (child.returncode, line["event"])
     assert "broken on purpose" in line["exception"]
 

@@ -12,19 +12,26 @@ from shared.rpc.channels import CHANNEL_OPTIONS, ChannelPool
 from shared.rpc.errors import MAX_MESSAGE_BYTES, serving_error
 from shared.rpc.server import SERVER_OPTIONS, serve
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from tests.support.tcp_proxy import tcp_proxy
 
 MANY_IDS = 1_000_000  # the scripted generator's window
 MAX_ID = 200_000  # takes three bytes on the wire, as most ids do
 
 
 class EchoScheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """Tells how many prompt ids it got, and answers with a message as large as asked for."""
+    """Tells how many prompt ids it got; its status is a large message."""
+
+    def __init__(self) -> None:
+        self.serve_has_ended = asyncio.Event()
 
     async def Serve(
         self, request_iterator: AsyncIterator[scheduler_pb2.ServeUp], context: Any
     ) -> AsyncGenerator[scheduler_pb2.ServeDown]:
-        async for up in request_iterator:
-            yield scheduler_pb2.ServeDown(scheduler_epoch=len(up.start.spec.prompt_ids))
+        try:
+            async for up in request_iterator:
+                yield scheduler_pb2.ServeDown(scheduler_epoch=len(up.start.spec.prompt_ids))
+        finally:
+            self.serve_has_ended.set()
 
     async def Cancel(self, request: scheduler_pb2.CancelRequest, context: Any) -> scheduler_pb2.CancelReply:
         await asyncio.Event().wait()
@@ -40,10 +47,11 @@ class EchoScheduler(scheduler_pb2_grpc.SchedulerServicer):
         return scheduler_pb2.StatusReply(services=[scheduler_pb2.ServiceStatus(address="x" * (5 * 1024 * 1024))])
 
 
-def serving(port: int = 0) -> Any:
+def serving(port: int = 0, servicer: EchoScheduler | None = None) -> Any:
     """A server on loopback."""
+    served = servicer or EchoScheduler()
     return serve(
-        lambda grpc_server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(EchoScheduler(), grpc_server),
+        lambda grpc_server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(served, grpc_server),
         host="127.0.0.1",
         port=port,
         token="",
@@ -67,6 +75,8 @@ def test_ping_settings_of_both_ends_agree() -> None:
     assert 2 * host["grpc.http2.min_recv_ping_interval_without_data_ms"] <= client["grpc.keepalive_time_ms"]
     assert (1, 1) == (client["grpc.keepalive_permit_without_calls"], host["grpc.keepalive_permit_without_calls"])
     assert (0, 0) == (client["grpc.http2.max_pings_without_data"], host["grpc.http2.max_pings_without_data"])
+    for options in (client, host):
+        assert options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"]
     assert 4000 == channels.PING_INTERVAL_MS + channels.PING_TIMEOUT_MS
     assert 4000 == server.PING_INTERVAL_MS + server.PING_TIMEOUT_MS
 
@@ -92,6 +102,32 @@ async def test_silent_stream_survives_many_pings(pool: ChannelPool, monkeypatch:
             async with asyncio.timeout(1.5):  # a dozen pings; a broken stream would end this read with an error
                 await call.read()
         call.cancel()
+
+
+async def test_silent_link_is_broken_for_both_ends(pool: ChannelPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing comes through and nobody says so: an unanswered ping ends the stream at the client and at the server."""
+    for module, name in ((channels, "CHANNEL_OPTIONS"), (server, "SERVER_OPTIONS")):
+        fast = {
+            **dict(getattr(module, name)),
+            "grpc.keepalive_time_ms": 100,
+            "grpc.keepalive_timeout_ms": 100,
+            "grpc.http2.ping_timeout_ms": 100,
+        }
+        if module is server:
+            fast["grpc.http2.min_recv_ping_interval_without_data_ms"] = 50
+        monkeypatch.setattr(module, name, tuple(fast.items()))
+    servicer = EchoScheduler()
+    async with serving(servicer=servicer) as running, tcp_proxy(int(running.address.rpartition(":")[2])) as proxy:
+        call = scheduler_pb2_grpc.SchedulerStub(pool.get(f"127.0.0.1:{proxy.port}")).Serve()
+        await call.write(scheduler_pb2.ServeUp())
+        await call.read()
+        proxy.silence()
+        async with asyncio.timeout(10):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            await servicer.serve_has_ended.wait()
+
+    assert ErrorCode.NO_CAPACITY == serving_error(caught.value).code
 
 
 async def test_large_messages_pass_both_ways(pool: ChannelPool) -> None:
