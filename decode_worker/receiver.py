@@ -90,34 +90,38 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         stream = row.receiver.stream
         self._service.sign(row)
         await context.write(kv_pb2.PushDown(held=held_to_wire(row.receiver.held_ranges())))
-        rejected: Reject | None = None
-        async with stop_when(row.closed):
-            rejected = await self._receive(row, stream, context)
-            if rejected is None:
-                return
-        if rejected is None:
-            rejected = Reject(code=row.reject_code, message="the attempt has ended here")
-        await _reject(context, rejected)
-
-    async def _receive(
-        self, row: HeldSequence, stream: int, context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]"
-    ) -> Reject | None:
-        """Until the sender closes the stream (None) or sends what cannot be taken."""
         while True:
-            message = await context.read()
-            if message is aio.EOF:
-                return None
+            answer: int | Reject | None = None
+            async with stop_when(row.closed) as scope:
+                answer = await self._next_answer(row, stream, context)
+            # Written outside the scope: a message that is broken off half-way would leave the stream unusable.
+            if scope.was_stopped:
+                answer = Reject(code=row.reject_code, message="the attempt has ended here")
+            match answer:
+                case Reject():
+                    await _reject(context, answer)
+                    return
+                case None:
+                    return
+                case acked_upto:
+                    await context.write(kv_pb2.PushDown(ack=kv_pb2.FrameAck(upto=acked_upto)))
+
+    async def _next_answer(
+        self, row: HeldSequence, stream: int, context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]"
+    ) -> int | Reject | None:
+        """To the next frame: the acknowledgement or the refusal; None when the sender has closed the stream."""
+        while (message := await context.read()) is not aio.EOF:
             match message.WhichOneof("message"):
                 case "frame":
                     answer = await self._take_frame(row, stream, message.frame)
                     if isinstance(answer, Reject):
                         self._refuse(row, answer)
-                        return answer
-                    await context.write(kv_pb2.PushDown(ack=kv_pb2.FrameAck(upto=answer)))
+                    return answer
                 case "keep_alive":
                     self._service.sign(row)
                 case _:  # a second opening; or what a newer sender may add
                     return Reject(code=RejectCode.BAD_RANGE, message="neither frame nor keep-alive")
+        return None
 
     def _open(self, opening: kv_pb2.PushOpen) -> HeldSequence | Reject:
         sender = Incarnation(opening.sender_incarnation)

@@ -23,7 +23,7 @@ from shared.kv.block_pool import BlockPool
 from shared.process import Process
 from shared.rpc.channels import ChannelPool
 from shared.rpc.server import serve
-from shared.rpc.worker_life import WorkerLife, scheduler_locator
+from shared.rpc.worker_life import EngineDied, WorkerLife, scheduler_locator
 from shared.rpc.worker_session import REDIAL_INITIAL_S, REDIAL_MAX_S, WorkerIdentity, WorkerSession
 from shared.transfer.copier import Copier
 from shared.transfer.handshake import Acquaintances
@@ -105,11 +105,14 @@ async def run_worker(process: Process, config: DecodeConfig, engine: Engine) -> 
         service.connect(step_loop, session, address=server.address)
         step_loop.start()
         finished = asyncio.Event()
+        is_drained = False
         async with stop_when(finished), asyncio.TaskGroup() as group:
             spawn(group, session.run(), name="session")
             spawn(group, _sweep(service), name="sweep")
-            await life.run(session, server)
+            is_drained = await life.run(session, server)
             finished.set()
+    if not is_drained:
+        raise EngineDied
 
 
 async def _sweep(service: DecodeService) -> None:

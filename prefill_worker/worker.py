@@ -20,7 +20,7 @@ from shared.kv.block_pool import BlockPool
 from shared.process import Process
 from shared.rpc.channels import ChannelPool
 from shared.rpc.server import serve
-from shared.rpc.worker_life import WorkerLife, scheduler_locator
+from shared.rpc.worker_life import EngineDied, WorkerLife, scheduler_locator
 from shared.rpc.worker_session import REDIAL_INITIAL_S, REDIAL_MAX_S, WorkerIdentity, WorkerSession
 from shared.transfer.copier import Copier
 from shared.transfer.handshake import Introductions
@@ -81,6 +81,7 @@ async def run_worker(process: Process, config: PrefillConfig, engine: Engine) ->
             log=process.log,
         )
         finished = asyncio.Event()
+        is_drained = False
         async with stop_when(finished), asyncio.TaskGroup() as group:
             senders = TransferSenders(
                 group=group,
@@ -103,5 +104,7 @@ async def run_worker(process: Process, config: PrefillConfig, engine: Engine) ->
             service.connect(step_loop, session, senders)
             step_loop.start()
             spawn(group, session.run(), name="session")
-            await life.run(session, server)
+            is_drained = await life.run(session, server)
             finished.set()
+    if not is_drained:
+        raise EngineDied

@@ -76,8 +76,8 @@ class WorkerLife:
         self._engine_died.set()
         self._table.on_engine_dead()
 
-    async def run(self, session: WorkerSession, server: RunningServer) -> None:
-        """Ready while a scheduler has greeted us; returns when drained. Raises EngineDied a while after that event."""
+    async def run(self, session: WorkerSession, server: RunningServer) -> bool:
+        """Ready while a scheduler has greeted us. True when drained, False a while after the engine died."""
         process = self._process
         was_ready = False
         while not (process.stopping.is_set() or self._engine_died.is_set()):
@@ -89,17 +89,15 @@ class WorkerLife:
             await asyncio.sleep(_POLL_S)
         await server.set_serving(False)
         if self._engine_died.is_set():
-            await self._linger()
+            await self._wait(process.stopping.is_set, DEAD_LINGER_S)
+            return False
         process.readiness.set(False, "draining")
         self._table.is_draining = True
         session.drain()
         await self._wait(lambda: self._table.is_idle or self._engine_died.is_set(), self._drain_timeout_s)
         await self._wait(lambda: session.num_unacknowledged == 0, _FLUSH_S)
         process.log.info("drained", is_idle=self._table.is_idle, unacknowledged=session.num_unacknowledged)
-
-    async def _linger(self) -> None:
-        await self._wait(self._process.stopping.is_set, DEAD_LINGER_S)
-        raise EngineDied
+        return not self._engine_died.is_set()
 
     async def _wait(self, is_met: Callable[[], bool], at_most_s: float) -> None:
         """Asks now and then: what is waited for are counts of tables, which know of nobody who waits."""

@@ -1,0 +1,290 @@
+"""The decode worker against a sender that misbehaves, breaks off, is late or slow: no KV is ever used that is not whole."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from shared.domain.ids import BlockId, Incarnation
+from shared.engine.kv_digest import digest_layout
+from shared.kv.frames import RejectCode
+from shared.kv.memory import KvMemory
+from shared.rpc.errors import serving_error
+from shared.wire import common_pb2, scheduler_pb2
+from tests.support.raw_sender import RawSender
+from tests.support.worker_pair import expected_ids, key_of, scripted_engine, scripted_spec, worker_pair
+
+NUM_PROMPT_TOKENS = 100  # seven blocks, the last one partly filled
+
+
+async def test_commit_needs_every_block_and_token_1() -> None:
+    """Frames alone commit nothing, in whatever order they come; with token 1 the sequence joins the batch."""
+    spec = scripted_spec("r", repeat=5, num_prompt_tokens=NUM_PROMPT_TOKENS)
+    key = key_of("r")
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, reserved := await pair.reserve(spec))
+        await sender.hello()
+        push = await sender.open()
+        assert await push.held() == ()
+        await push.send(list(reversed(sender.frames)))
+        names = [event.WhichOneof("event") for event in pair.scheduler.events("decode-0", key)]
+        assert names == ["reserved"]
+        assert await sender.tell_first_token() is None
+        await pair.scheduler.event("decode-0", key, "kv_committed")
+        gateway = await pair.gateway()
+        await gateway.attach(key, reserved.attach_ticket)
+        await gateway.ended(key)
+
+        assert expected_ids(spec) == gateway.ids["r"]
+
+
+async def test_token_1_is_read_while_kv_moves_and_a_repeat_changes_nothing() -> None:
+    """The reader has it before the first frame; told again, even another one, it stays what it was."""
+    spec = scripted_spec("r", repeat=5, num_prompt_tokens=NUM_PROMPT_TOKENS)
+    key = key_of("r")
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, reserved := await pair.reserve(spec))
+        await sender.hello()
+        gateway = await pair.gateway()
+        await gateway.attach(key, reserved.attach_ticket)
+        assert await sender.tell_first_token() is None
+        await gateway.until(lambda: len(gateway.ids["r"]) == 1)
+        assert await sender.tell_first_token() is None
+        assert await sender.tell_first_token(token_id=99) is None
+        push = await sender.open()
+        await push.held()
+        await push.send(sender.frames)
+        await gateway.ended(key)
+
+        assert expected_ids(spec) == gateway.ids["r"]
+
+
+async def test_a_damaged_frame_fails_the_attempt() -> None:
+    """One turned bit: the stream is rejected, the attempt told as corrupt, its blocks freed; nothing was decoded."""
+    spec = scripted_spec("r", repeat=5, num_prompt_tokens=NUM_PROMPT_TOKENS)
+    key = key_of("r")
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, await pair.reserve(spec))
+        await sender.hello()
+        push = await sender.open()
+        await push.held()
+        await push.send(sender.frames[:2])
+        await push.call.write(sender.message(3, sender.frames[2], flip=True))
+
+        assert await push.rejected() is RejectCode.BAD_CHECKSUM
+        failed = (await pair.scheduler.event("decode-0", key, "attempt_failed")).attempt_failed
+        assert failed.error.code == "KV_CORRUPT"
+        await pair.scheduler.idle("decode-0", 1024)
+        assert await sender.tell_first_token() is RejectCode.GONE
+
+
+async def test_a_frame_outside_the_prompt_fails_the_attempt() -> None:
+    """A range that does not belong to the sequence can only come from a broken sender."""
+    spec = scripted_spec("r", num_prompt_tokens=NUM_PROMPT_TOKENS)
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, await pair.reserve(spec))
+        await sender.hello()
+        push = await sender.open()
+        await push.held()
+        wrong = replace(sender.frames[0], token_start=8)
+        await push.call.write(sender.message(1, wrong))
+
+        assert await push.rejected() is RejectCode.BAD_RANGE
+        await pair.scheduler.event("decode-0", key_of("r"), "attempt_failed")
+
+
+async def test_what_comes_after_the_end_is_refused_as_gone() -> None:
+    """An open stream is rejected at the abort; a late opening, frame or first token meets the tombstone."""
+    spec = scripted_spec("r", num_prompt_tokens=NUM_PROMPT_TOKENS)
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, await pair.reserve(spec))
+        await sender.hello()
+        push = await sender.open()
+        await push.held()
+        await push.send(sender.frames[:1])
+        assert (await pair.release("decode-0", key_of("r"), abort=True)).blocks_freed > 0
+
+        assert await push.rejected() is RejectCode.GONE
+        late = await sender.open()
+        assert await late.rejected() is RejectCode.GONE
+        assert await sender.tell_first_token() is RejectCode.GONE
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("sender", RejectCode.NO_HANDSHAKE),
+        ("receiver", RejectCode.STALE_INCARNATION),
+        ("transfer", RejectCode.UNKNOWN_TRANSFER),
+        ("request", RejectCode.UNKNOWN_TRANSFER),
+    ],
+)
+async def test_strangers_are_refused(change: str, expected: RejectCode) -> None:
+    """Another start of either process, another transfer, another request: refused by name, the reservation stays."""
+    spec = scripted_spec("r", num_prompt_tokens=NUM_PROMPT_TOKENS)
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, await pair.reserve(spec))
+        await sender.hello()
+        match change:
+            case "sender":
+                sender.incarnation = Incarnation(1)
+            case "receiver":
+                sender.target.incarnation ^= 1
+            case "transfer":
+                sender.target.transfer_id ^= 1
+            case _:
+                sender.key = key_of("other")
+        push = await sender.open()
+
+        assert await push.rejected() is expected
+        assert await sender.tell_first_token() is expected
+        assert (await pair.release("decode-0", key_of("r"), abort=True)).blocks_freed > 0
+
+
+async def test_another_start_of_the_sender_cannot_take_a_transfer_over() -> None:
+    """PDX-05: the first sender's start is the only one; a restarted prefill worker is told so and its frames not taken."""
+    spec = scripted_spec("r", num_prompt_tokens=NUM_PROMPT_TOKENS)
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, await pair.reserve(spec))
+        await sender.hello()
+        push = await sender.open()
+        await push.held()
+        sender.incarnation = Incarnation(9)
+        await sender.hello()
+        again = await sender.open()
+
+        assert await again.rejected() is RejectCode.STALE_INCARNATION
+        await push.call.write(sender.message(1, sender.frames[0]))
+        assert await push.rejected() is RejectCode.STALE_INCARNATION
+
+
+async def test_a_broken_stream_is_opened_again_and_only_the_rest_is_sent() -> None:
+    """The ranges that decode holds are named first; the answer is exact, and frames of the old stream are not taken."""
+    spec = scripted_spec("r", repeat=5, num_prompt_tokens=NUM_PROMPT_TOKENS)
+    key = key_of("r")
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, reserved := await pair.reserve(spec))
+        await sender.hello()
+        first = await sender.open()
+        await first.held()
+        await first.send(sender.frames[:3])
+        first.call.cancel()
+        second = await sender.open()
+        (held,) = await second.held()
+
+        assert (held.token_start, held.token_end) == (0, 48)
+        await second.send(sender.frames[3:])
+        assert await sender.tell_first_token() is None
+        await second.close()
+        gateway = await pair.gateway()
+        await gateway.attach(key, reserved.attach_ticket)
+        await gateway.ended(key)
+        assert expected_ids(spec) == gateway.ids["r"]
+
+
+async def test_a_newer_stream_replaces_one_that_is_still_open() -> None:
+    """A sender that lost its stream without decode noticing opens another one; the old one's frames are refused."""
+    spec = scripted_spec("r", num_prompt_tokens=NUM_PROMPT_TOKENS)
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, await pair.reserve(spec))
+        await sender.hello()
+        first, second = await sender.open(), await sender.open()
+        await first.held()
+        await second.held()
+        await first.call.write(sender.message(1, sender.frames[0]))
+
+        assert await first.rejected() is RejectCode.UNKNOWN_TRANSFER
+        await second.send(sender.frames[:1])
+
+
+class SlowMemory(KvMemory):
+    """Copies into it wait for `may_write`."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(digest_layout(16), num_blocks)
+        self.may_write = threading.Event()
+        self.is_writing = threading.Event()
+
+    def write(
+        self, block_ids: Sequence[BlockId], *, layer_start: int, layer_end: int, payload: bytes | memoryview
+    ) -> None:
+        """As any other, but late."""
+        self.is_writing.set()
+        assert self.may_write.wait(10)
+        super().write(block_ids, layer_start=layer_start, layer_end=layer_end, payload=payload)
+
+
+async def test_blocks_are_given_out_again_only_after_their_copy_has_returned() -> None:
+    """PDX-01: A is aborted while a copy of it runs; B, which needs A's blocks, gets them only when the copy is over."""
+    memory = SlowMemory(8)
+    a = scripted_spec("a", num_prompt_tokens=NUM_PROMPT_TOKENS, max_tokens=20)
+    b = scripted_spec("b", ["x", "y"], repeat=4, num_prompt_tokens=NUM_PROMPT_TOKENS, max_tokens=20)
+    async with worker_pair(with_prefill=False, decode_engine=scripted_engine(8, memory=memory)) as pair:
+        sender = RawSender(pair, a, await pair.reserve(a))
+        await sender.hello()
+        push = await sender.open()
+        await push.held()
+        await push.call.write(sender.message(1, sender.frames[0]))
+        while not memory.is_writing.is_set():
+            await pair.scheduler.next_message()
+        await pair.scheduler.send("decode-0", key_of("a"), abort=scheduler_pb2.Abort())
+        assert await push.rejected() is RejectCode.GONE
+        await pair.ask(b)
+        refused = (await pair.scheduler.event("decode-0", key_of("b"), "reserve_refused")).reserve_refused
+
+        assert (refused.needed_blocks, refused.free_blocks) == (8, 0)
+        assert [event.WhichOneof("event") for event in pair.scheduler.events("decode-0", key_of("a"))] == ["reserved"]
+        memory.may_write.set()
+        released = (await pair.scheduler.event("decode-0", key_of("a"), "released")).released
+        assert released.blocks_freed == 8
+        sender_b = RawSender(pair, b, reserved := await pair.reserve(b))
+        push_b = await sender_b.open()
+        await push_b.held()
+        await push_b.send(sender_b.frames)
+        assert await sender_b.tell_first_token() is None
+        gateway = await pair.gateway()
+        await gateway.attach(key_of("b"), reserved.attach_ticket)
+        await gateway.ended(key_of("b"))
+        assert expected_ids(b) == gateway.ids["b"]
+
+
+async def test_finish_while_kv_moves_ends_at_once() -> None:
+    """The gateway saw a stop string in token 1: done with it, the stream is rejected, the blocks are free."""
+    spec = scripted_spec("r", repeat=5, num_prompt_tokens=NUM_PROMPT_TOKENS, has_stop_strings=True)
+    key = key_of("r")
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, reserved := await pair.reserve(spec))
+        await sender.hello()
+        push = await sender.open()
+        await push.held()
+        await push.send(sender.frames[:2])
+        await sender.tell_first_token()
+        gateway = await pair.gateway()
+        gateway.acks_at_once = False
+        await gateway.attach(key, reserved.attach_ticket)
+        await gateway.until(lambda: len(gateway.ids["r"]) == 1)
+        await gateway.finish(key, 1)
+        done = (await pair.scheduler.event("decode-0", key, "sequence_done")).sequence_done
+
+        assert (done.finish_reason, done.completion_tokens) == (common_pb2.FINISH_REASON_STOP, 1)
+        assert await push.rejected() is RejectCode.GONE
+        await pair.scheduler.idle("decode-0", 1024)
+
+
+async def test_unlike_layouts_are_refused_at_the_handshake() -> None:
+    """PDX-03: another block size, or other numerics, is named when the pair meets; a frame is never tried."""
+    spec = scripted_spec("r", num_prompt_tokens=NUM_PROMPT_TOKENS)
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, await pair.reserve(spec))
+        for layout, expected in (
+            (replace(sender.layout, block_size=32), "unlike KV layouts: block_size 32 and 16"),
+            (replace(sender.layout, numerics=b"other"), "unlike KV layouts: numerics differ"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await sender.hello(layout)
+
+            assert expected == serving_error(caught.value).message
+        push = await sender.open()
+        assert await push.rejected() is RejectCode.NO_HANDSHAKE

@@ -1,0 +1,398 @@
+"""A real prefill worker and a real decode worker, over loopback gRPC: answers, cancels, faults, gateways."""
+
+import asyncio
+
+import pytest
+
+from shared.domain.ids import RequestKey
+from shared.wire import common_pb2, scheduler_pb2
+from tests.support.worker_pair import (
+    EPOCH,
+    FakeGateway,
+    WorkerPair,
+    expected_ids,
+    key_of,
+    scripted_engine,
+    scripted_spec,
+    worker_pair,
+)
+
+
+async def _attached(pair: WorkerPair, key: RequestKey, reserved: scheduler_pb2.Reserved) -> FakeGateway:
+    gateway = await pair.gateway()
+    await gateway.attach(key, reserved.attach_ticket)
+    return gateway
+
+
+async def test_a_whole_answer_crosses_both_workers() -> None:
+    """Token for token, with the end once, SequenceDone after the last acknowledgement, every block free afterwards."""
+    spec = scripted_spec("r", ["a", "b", "c"], repeat=20, num_prompt_tokens=200)
+    key = key_of("r")
+    async with worker_pair() as pair:
+        gateway = await _attached(pair, key, await pair.place(spec))
+        await gateway.ended(key)
+        done = (await pair.scheduler.event("decode-0", key, "sequence_done")).sequence_done
+
+        assert expected_ids(spec) == gateway.ids["r"]
+        assert gateway.ends["r"].index == done.completion_tokens == 61
+        assert done.finish_reason == common_pb2.FINISH_REASON_STOP
+        names = [event.WhichOneof("event") for event in pair.scheduler.events("decode-0", key)]
+        assert names == ["reserved", "kv_committed", "sequence_done"]
+        await pair.scheduler.idle("decode-0", 1024)
+        await pair.scheduler.idle("prefill-0", 1024)
+        assert (await pair.release("decode-0", key)).blocks_freed == 0
+        released = await pair.release("prefill-0", key)
+        assert (released.blocks_freed, released.computed_tokens) == (0, 200)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [47, 48, 49, 63, 64, 65, 128])
+async def test_prompts_around_block_and_chunk_borders(num_prompt_tokens: int) -> None:
+    """PDX-02: a prompt that fills its last block exactly needs no more and no fewer blocks than any other."""
+    spec = scripted_spec("r", ["a", "b"], repeat=10, max_tokens=20, num_prompt_tokens=num_prompt_tokens)
+    key = key_of("r")
+    async with worker_pair() as pair:
+        gateway = await _attached(pair, key, await pair.place(spec))
+        await gateway.ended(key)
+
+        assert expected_ids(spec) == gateway.ids["r"]
+        committed = (await pair.scheduler.event("decode-0", key, "kv_committed")).kv_committed
+        assert committed.bytes == -(-num_prompt_tokens // 16) * scripted_engine(1).memory.layout.block_bytes
+
+
+async def test_an_answer_of_one_token_needs_no_kv() -> None:
+    """Token 1 can be the last: the answer ends with it, the frames are refused, and nothing stays."""
+    spec = scripted_spec("r", max_tokens=1)
+    key = key_of("r")
+    async with worker_pair() as pair:
+        gateway = await _attached(pair, key, await pair.place(spec))
+        done = (await pair.scheduler.event("decode-0", key, "sequence_done")).sequence_done
+
+        assert expected_ids(spec) == gateway.ids["r"]
+        assert (done.finish_reason, done.completion_tokens) == (common_pb2.FINISH_REASON_LENGTH, 1)
+        await pair.scheduler.idle("decode-0", 1024)
+        await pair.scheduler.idle("prefill-0", 1024)
+
+
+async def test_many_answers_at_once_share_steps() -> None:
+    """Several sequences decode in one step, every answer is its own, and the stream gets a batch a step."""
+    specs = [scripted_spec(f"r{n}", [f"<{n}>", "x", str(n)], repeat=10, step_ms=5) for n in range(12)]
+    async with worker_pair() as pair:
+        gateway = await pair.gateway()
+        for spec in specs:
+            reserved = await pair.place(spec)
+            await gateway.attach(key_of(spec.request_id), reserved.attach_ticket)
+        for spec in specs:
+            await gateway.ended(key_of(spec.request_id))
+
+        for spec in specs:
+            assert expected_ids(spec) == gateway.ids[spec.request_id]
+        assert gateway.num_batches < sum(len(expected_ids(spec)) for spec in specs) / 2
+
+
+# ---- cancel, stage by stage
+
+
+async def test_cancel_of_a_reservation() -> None:
+    """Nothing has arrived yet: the blocks for prompt and answer are free at once; asked again there is nothing left."""
+    spec = scripted_spec("r", max_tokens=100, num_prompt_tokens=60)
+    async with worker_pair() as pair:
+        await pair.reserve(spec)
+        released = await pair.release("decode-0", key_of("r"), abort=True)
+
+        assert released.blocks_freed == 10
+        await pair.scheduler.send("decode-0", key_of("r"), abort=scheduler_pb2.Abort())
+        await pair.scheduler.until(lambda: len(pair.scheduler.events("decode-0", key_of("r"))) == 3)
+        assert pair.scheduler.events("decode-0", key_of("r"))[2].released.blocks_freed == 0
+        await pair.scheduler.idle("decode-0", 1024)
+
+
+async def test_cancel_while_prefill_computes() -> None:
+    """Prefill stops at the next chunk border, and both sides give back what they held."""
+    spec = scripted_spec("r", max_tokens=4, num_prompt_tokens=200, prefill_ms=8 * 200)
+    key = key_of("r")
+    async with worker_pair() as pair:
+        await pair.place(spec)
+        await pair.scheduler.until(
+            lambda: any(0 < up.heartbeat.queued_prompt_tokens < 200 for up in pair.scheduler.ups["prefill-0"])
+        )
+        async with asyncio.timeout(1.0):  # a chunk takes 0.2 s
+            at_prefill = await pair.release("prefill-0", key, abort=True)
+            at_decode = await pair.release("decode-0", key, abort=True)
+
+        assert at_prefill.blocks_freed == at_decode.blocks_freed == 13
+        assert 0 < at_prefill.computed_tokens < 200
+        names = [event.WhichOneof("event") for event in pair.scheduler.events("prefill-0", key)]
+        assert names == ["released"]
+
+
+async def test_cancel_of_a_prompt_that_waits_for_blocks() -> None:
+    """It holds none, so none are freed; the one before it is not concerned, the one behind it gets its turn."""
+    async with worker_pair(prefill_engine=scripted_engine(16)) as pair:
+        specs = [scripted_spec(name, num_prompt_tokens=200, prefill_ms=400) for name in ("first", "second", "third")]
+        gateway = await pair.gateway()
+        for spec in specs:
+            reserved = await pair.place(spec)
+            await gateway.attach(key_of(spec.request_id), reserved.attach_ticket)
+        released = await pair.release("prefill-0", key_of("second"), abort=True)
+
+        assert (released.blocks_freed, released.computed_tokens) == (0, 0)
+        await gateway.ended(key_of("first"))
+        await gateway.ended(key_of("third"))
+        assert expected_ids(specs[2]) == gateway.ids["third"]
+        assert (await pair.release("decode-0", key_of("second"), abort=True)).blocks_freed > 0
+
+
+async def test_cancel_while_decoding() -> None:
+    """The engine lets go at the border of a step; then the blocks are free, and no token comes any more."""
+    spec = scripted_spec("r", ["a"], repeat=1000, step_ms=10, num_prompt_tokens=60, max_tokens=900)
+    key = key_of("r")
+    async with worker_pair() as pair:
+        gateway = await _attached(pair, key, await pair.place(spec))
+        await gateway.until(lambda: len(gateway.ids["r"]) >= 5)
+        released = await pair.release("decode-0", key, abort=True)
+
+        assert released.blocks_freed == 60
+        assert released.computed_tokens >= 4
+        names = [event.WhichOneof("event") for event in pair.scheduler.events("decode-0", key)]
+        assert names == ["reserved", "kv_committed", "released"]
+        await pair.scheduler.idle("decode-0", 1024)
+
+
+async def test_release_of_what_was_never_here_leaves_a_tombstone() -> None:
+    """An Abort that overtakes its Reserve is answered at once, and the Reserve is refused when it comes."""
+    spec = scripted_spec("r")
+    async with worker_pair() as pair:
+        assert (await pair.release("decode-0", key_of("r"), abort=True)).blocks_freed == 0
+        await pair.scheduler.send("decode-0", key_of("r"), reserve=scheduler_pb2.Reserve())
+        await pair.reserve(scripted_spec("other"))
+
+        names = [event.WhichOneof("event") for event in pair.scheduler.events("decode-0", key_of("r"))]
+        assert names == ["released"]
+        assert await pair.reserve(spec, attempt=2)
+
+
+# ---- refusals and failures
+
+
+async def test_a_reservation_that_does_not_fit_is_refused() -> None:
+    """With what it needs and what is free; it takes nothing."""
+    async with worker_pair(decode_engine=scripted_engine(8)) as pair:
+        spec = scripted_spec("r", num_prompt_tokens=100, max_tokens=50)
+        await pair.reserve(scripted_spec("small", num_prompt_tokens=64, max_tokens=16))
+        await pair.ask(spec)
+        refused = (await pair.scheduler.event("decode-0", key_of("r"), "reserve_refused")).reserve_refused
+
+        assert (refused.needed_blocks, refused.free_blocks) == (10, 3)
+        assert (await pair.release("decode-0", key_of("small"), abort=True)).blocks_freed == 5
+        await pair.ask(spec)
+        await pair.scheduler.until(lambda: len(pair.scheduler.events("decode-0", key_of("r"))) == 2)
+        assert pair.scheduler.events("decode-0", key_of("r"))[1].reserve_refused.free_blocks == 8
+
+
+@pytest.mark.parametrize(("fail_at", "worker_id"), [(1, "prefill-0"), (3, "decode-0")])
+async def test_a_fault_in_the_engine_fails_that_attempt_alone(fail_at: int, worker_id: str) -> None:
+    """The failed one is reported by the worker where it broke and frees its blocks there; its neighbour is served."""
+    bad = scripted_spec("bad", fail_at=fail_at, step_ms=5, repeat=10)
+    good = scripted_spec("good", step_ms=5, repeat=10)
+    async with worker_pair() as pair:
+        gateway = await pair.gateway()
+        for spec in (bad, good):
+            reserved = await pair.place(spec)
+            await gateway.attach(key_of(spec.request_id), reserved.attach_ticket)
+        failed = (await pair.scheduler.event(worker_id, key_of("bad"), "attempt_failed")).attempt_failed
+        await gateway.ended(key_of("good"))
+
+        assert failed.error.code == "INTERNAL"
+        assert expected_ids(good) == gateway.ids["good"]
+        for worker in ("prefill-0", "decode-0"):
+            await pair.release(worker, key_of("bad"), abort=True)
+            await pair.release(worker, key_of("good"))
+            await pair.scheduler.idle(worker, 1024)
+
+
+async def test_a_dead_engine_fails_what_ran_and_takes_nothing_more() -> None:
+    """OPS-02: not ready, not alive, the running attempt told as failed, its blocks free, and the next one refused."""
+    engine = scripted_engine(1024)
+    spec = scripted_spec("r", ["a"], repeat=1000, step_ms=10)
+    key = key_of("r")
+    async with worker_pair(decode_engine=engine, survives_engine_death=True) as pair:
+        gateway = await _attached(pair, key, await pair.place(spec))
+        await gateway.until(lambda: len(gateway.ids["r"]) >= 2)
+        engine.executor.decode = _broken  # pyright: ignore[reportAttributeAccessIssue]
+        failed = (await pair.scheduler.event("decode-0", key, "attempt_failed")).attempt_failed
+        for name in ("second", "third"):
+            await pair.place(scripted_spec(name))
+            await pair.scheduler.event("decode-0", key_of(name), "attempt_failed")
+
+        assert failed.error.code == "INTERNAL"
+        await pair.scheduler.until(lambda: pair.scheduler.ups["decode-0"][-1].heartbeat.draining)
+        assert pair.decode.readiness.is_ready is False
+        assert pair.decode.readiness.reason == "the engine thread has died"
+        await pair.ask(scripted_spec("next"))
+        await pair.scheduler.event("decode-0", key_of("next"), "reserve_refused")
+        await pair.scheduler.idle("decode-0", 1024)
+
+
+def _broken(rows: object) -> list[object]:
+    raise MemoryError("no memory for a step")
+
+
+# ---- gateways
+
+
+async def test_a_full_outbox_stops_the_sequence_and_room_lets_it_go_on() -> None:
+    """Without acknowledgements a sequence computes what its outbox holds and keeps its blocks; then it goes on, exactly."""
+    spec = scripted_spec("r", ["a", "b", "c"], repeat=30)
+    key = key_of("r")
+    async with worker_pair(outbox_tokens=8) as pair:
+        gateway = await pair.gateway()
+        gateway.acks_at_once = False
+        reserved = await pair.place(spec)
+        await gateway.attach(key, reserved.attach_ticket)
+        await gateway.until(lambda: len(gateway.ids["r"]) == 8)
+        other = scripted_spec("other", repeat=20)
+        gateway_2 = await pair.gateway()
+        await gateway_2.attach(key_of("other"), (await pair.place(other)).attach_ticket)
+        await gateway_2.ended(key_of("other"))
+
+        assert len(gateway.ids["r"]) == 8
+        assert (await _blocks(pair))["active"] > 0
+        gateway.acks_at_once = True
+        await gateway.ack(key, 8)
+        await gateway.ended(key)
+        assert expected_ids(spec) == gateway.ids["r"]
+
+
+async def _blocks(pair: WorkerPair) -> dict[str, int]:
+    num_ups = len(pair.scheduler.ups["decode-0"])
+    await pair.scheduler.until(
+        lambda: any(up.WhichOneof("message") == "heartbeat" for up in pair.scheduler.ups["decode-0"][num_ups:])
+    )
+    return dict(pair.scheduler.ups["decode-0"][-1].heartbeat.blocks)
+
+
+async def test_with_stop_strings_few_tokens_are_computed_ahead() -> None:
+    """At most four beyond the acknowledged ones: what lies beyond a stop string is wasted."""
+    spec = scripted_spec("r", ["a", "b", "c"], repeat=30, has_stop_strings=True)
+    key = key_of("r")
+    async with worker_pair() as pair:
+        gateway = await pair.gateway()
+        gateway.acks_at_once = False
+        await gateway.attach(key, (await pair.place(spec)).attach_ticket)
+        await gateway.until(lambda: len(gateway.ids["r"]) == 4)
+        await gateway.ack(key, 2)
+        await gateway.until(lambda: len(gateway.ids["r"]) == 6)
+        await gateway.finish(key, 5)
+        done = (await pair.scheduler.event("decode-0", key, "sequence_done")).sequence_done
+
+        assert (done.finish_reason, done.completion_tokens) == (common_pb2.FINISH_REASON_STOP, 5)
+        await pair.scheduler.idle("decode-0", 1024)
+        assert (await pair.release("decode-0", key)).computed_tokens == 5
+
+
+async def test_a_reader_that_attaches_again_gets_the_rest_and_the_first_gets_no_more() -> None:
+    """A second gateway stream takes over at the index that it names; what the first says afterwards does not count."""
+    spec = scripted_spec("r", ["a", "b", "c"], repeat=20, step_ms=5)
+    key = key_of("r")
+    async with worker_pair() as pair:
+        first = await pair.gateway()
+        first.acks_at_once = False
+        reserved = await pair.place(spec)
+        await first.attach(key, reserved.attach_ticket)
+        await first.until(lambda: len(first.ids["r"]) >= 5)
+        await first.ack(key, 3)
+        second = await pair.gateway()
+        second.ids["r"] = first.ids["r"][:4]
+        await second.attach(key, reserved.attach_ticket, from_index=5)
+        await second.until(lambda: len(second.ids["r"]) > 5)
+        await first.ack(key, 5)
+        await first.finish(key, 4)
+        await second.ended(key)
+
+        assert expected_ids(spec) == second.ids["r"]
+        assert "r" not in first.ends
+
+
+async def test_answers_on_two_streams_do_not_mix() -> None:
+    """Each gateway gets its own sequences, although they share every step."""
+    specs = [scripted_spec(name, [name, "x"], repeat=20, step_ms=3) for name in ("r1", "r2")]
+    async with worker_pair() as pair:
+        gateways = [await pair.gateway() for _ in specs]
+        for spec, gateway in zip(specs, gateways, strict=True):
+            await gateway.attach(key_of(spec.request_id), (await pair.place(spec)).attach_ticket)
+        for spec, gateway in zip(specs, gateways, strict=True):
+            await gateway.ended(key_of(spec.request_id))
+
+            assert list(gateway.ids) == [spec.request_id]
+            assert expected_ids(spec) == gateway.ids[spec.request_id]
+
+
+async def test_attach_needs_the_ticket_and_an_attempt() -> None:
+    """A wrong ticket and an unknown attempt are refused by name on a stream that goes on serving others."""
+    spec = scripted_spec("r")
+    key = key_of("r")
+    async with worker_pair() as pair:
+        reserved = await pair.place(spec)
+        gateway = await pair.gateway()
+        await gateway.attach(key, b"x" * len(reserved.attach_ticket))
+        await gateway.attach(key_of("r", attempt=2), reserved.attach_ticket)
+        await gateway.until(lambda: len(gateway.refused) == 2)
+        await gateway.attach(key, reserved.attach_ticket)
+        await gateway.ended(key)
+
+        assert [refused.error.code for refused in gateway.refused] == ["PERMISSION_DENIED", "REQUEST_NOT_FOUND"]
+
+
+# ---- the session
+
+
+async def test_unacknowledged_events_come_first_on_a_new_session() -> None:
+    """Hello, then the events again under their numbers, then the inventory; acknowledged ones do not come again."""
+    async with worker_pair() as pair:
+        scheduler = pair.scheduler
+        await pair.reserve(scripted_spec("told"))
+        scheduler.acknowledges = False
+        await pair.reserve(scripted_spec("owed"))
+        scheduler.ups["decode-0"].clear()
+        scheduler.acknowledges = True
+        await scheduler.hang_up("decode-0")
+        await scheduler.until(lambda: len(scheduler.hellos) == 3 and len(scheduler.ups["decode-0"]) >= 2)
+        event, inventory = scheduler.ups["decode-0"][:2]
+
+        assert event.event.key.request_id == "owed"
+        assert event.event.number == 2
+        held = {entry.key.request_id: entry.sequence_state for entry in inventory.inventory.entries}
+        assert held == {"told": "waiting_kv", "owed": "waiting_kv"}
+        assert scheduler.hellos[2].scheduler_epoch == EPOCH
+
+
+async def test_a_scheduler_of_an_older_epoch_is_refused() -> None:
+    """The worker leaves it at once, counts it, and obeys the next one whose epoch is not below the highest seen."""
+    async with worker_pair() as pair:
+        scheduler = pair.scheduler
+        scheduler.next_epochs = [EPOCH - 1, EPOCH + 1]
+        await scheduler.hang_up("decode-0")
+        await scheduler.until(lambda: len(scheduler.hellos) == 4)
+        await pair.ask(scripted_spec("r"))
+        reserved = await scheduler.event("decode-0", key_of("r"), "reserved")
+
+        assert [hello.scheduler_epoch for hello in scheduler.hellos[2:]] == [EPOCH, EPOCH]
+        assert reserved.scheduler_epoch == EPOCH + 1
+        assert b'firsttoken_refused_total{kind="old_epoch"} 1.0' in pair.decode.metrics.render()
+
+
+async def test_a_worker_that_is_told_to_stop_finishes_what_it_has() -> None:
+    """Draining is told at once, new work is refused, the running answer ends in full, then the worker leaves."""
+    spec = scripted_spec("r", ["a"], repeat=40, step_ms=10)
+    key = key_of("r")
+    async with worker_pair(drain_timeout_s=10.0) as pair:
+        gateway = await _attached(pair, key, await pair.place(spec))
+        await gateway.until(lambda: len(gateway.ids["r"]) >= 2)
+        pair.decode.stopping.set()
+        await pair.scheduler.until(lambda: pair.scheduler.ups["decode-0"][-1].heartbeat.draining)
+        await pair.ask(scripted_spec("next"))
+        await pair.scheduler.event("decode-0", key_of("next"), "reserve_refused")
+        await gateway.ended(key)
+
+        assert expected_ids(spec) == gateway.ids["r"]
+        await pair.scheduler.event("decode-0", key, "sequence_done")
