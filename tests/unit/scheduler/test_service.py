@@ -23,7 +23,7 @@ from shared.obs.metrics import Metrics
 from shared.rpc.channels import ChannelPool
 from shared.rpc.errors import serving_error
 from shared.rpc.server import serve
-from shared.wire import scheduler_pb2, scheduler_pb2_grpc
+from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from tests.support.scheduler_peers import (
     ANSWER_S,
     FakeGateway,
@@ -189,7 +189,7 @@ async def test_one_request_goes_through_all_states(line: Line) -> None:
         await line.decode.report(key, kv_committed=scheduler_pb2.KvCommitted())
         await line.until(RequestState.DECODING)
         number = await line.decode.report(
-            key, sequence_done=scheduler_pb2.SequenceDone(finish_reason=2, completion_tokens=10)
+            key, sequence_done=scheduler_pb2.SequenceDone(finish_reason=common_pb2.FINISH_REASON_LENGTH, completion_tokens=10)
         )
         outcome = (await gateway.expect("outcome")).outcome
         assert (scheduler_pb2.OUTCOME_KIND_FINISHED, 2) == (outcome.kind, outcome.finish_reason)
