@@ -14,7 +14,8 @@ def plan_redis(folder: RunFolder, around: Mapping[str, str]) -> tuple[ChildSpec,
     port = free_port()
     spec = ChildSpec(
         child_id=CHILD_ID,
-        command=tuple(server_command(port, folder.path)),
+        # Its own title would be written over its environment, by which tools tell whose process it is.
+        command=(*server_command(port, folder.path), "--set-proc-title", "no"),
         environ=around,
         stage=DrainStage.STATE,
     )

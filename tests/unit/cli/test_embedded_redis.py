@@ -24,3 +24,16 @@ async def test_the_planned_child_serves_its_url_again_after_a_restart(tmp_path: 
         async with asyncio.timeout(5):
             assert 0 == await child.wait()
     assert folder.tail(spec.child_id, 5)
+
+
+async def test_the_server_can_be_recognised_by_its_environment(tmp_path: Path) -> None:
+    """As every other child: a server that is left over could be found by whose run it was."""
+    folder = RunFolder.create(tmp_path)
+    spec, url = plan_redis(folder, {**os.environ, "MARK_OF_THE_RUN": "7"})
+
+    child = await Child.start(spec, folder.log_path(spec.child_id))
+    await wait_for_redis(url)
+
+    assert b"MARK_OF_THE_RUN=7" in Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
+    child.kill()
+    await child.wait()
