@@ -63,8 +63,11 @@ class Status:
         return sorted((s for s in self.services if s.role == role), key=lambda s: s.id)
 
     def one(self, role: str) -> Service:
-        (service,) = self.of_role(role)
-        return service
+        """The only one of its role. Raises LookupError where there is none or more than one."""
+        found = self.of_role(role)
+        if len(found) != 1:
+            raise LookupError(f"{len(found)} of role {role}")
+        return found[0]
 
     @property
     def live_requests(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ INTERVAL_S = 0.02
 async def eventually(probe: Callable[[], Awaitable[T]], holds: Callable[[T], bool], *, within_s: float, what: str) -> T:
     """The first value of `probe` for which `holds` is true. Raises AssertionError, with the last value, after `within_s`.
 
-    A probe that raises OSError counts as not holding: the process that it asks may be on its way down or up.
+    A probe that raises OSError or LookupError counts as not holding: what it asks for may be on its way down or up.
     """
     clock = asyncio.get_running_loop()
     deadline = clock.time() + within_s
@@ -21,7 +21,7 @@ async def eventually(probe: Callable[[], Awaitable[T]], holds: Callable[[T], boo
             last = value = await probe()
             if holds(value):
                 return value
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, LookupError) as error:
             last = error
         if clock.time() >= deadline:
             raise AssertionError(f"not within {within_s} s: {what}; last seen: {last!r}")

@@ -3,9 +3,10 @@
 Line ends are LF, CR LF and CR, and nothing else: U+2028, U+0085 or a vertical tab are text.
 """
 
+import re
 from dataclasses import dataclass
 
-CR, LF = 13, 10
+LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +47,21 @@ class BlockSplitter:
     """Feed it reads of any size; it gives each block once its empty line was seen."""
 
     def __init__(self) -> None:
-        self._line = bytearray()
+        self._rest = b""
+        self._ends_with_cr = False
         self._lines: list[str] = []
-        self._last_was_cr = False
 
     def feed(self, data: bytes, *, at: float) -> list[Block]:
         """The blocks completed by `data`. Raises UnicodeDecodeError on a line that is not UTF-8."""
+        if self._ends_with_cr and data:  # that was a line end already; its LF is none
+            data = data.removeprefix(b"\n")
+            self._ends_with_cr = False
+        self._ends_with_cr = self._ends_with_cr or data.endswith(b"\r")
+        *ended, self._rest = LINE_END.split(self._rest + data)
         blocks: list[Block] = []
-        for byte in data:
-            follows_cr, self._last_was_cr = self._last_was_cr, byte == CR
-            if byte == LF and follows_cr:
-                continue
-            if byte not in (CR, LF):
-                self._line.append(byte)
-                continue
-            if self._line:
-                self._lines.append(self._line.decode("utf-8"))
-                self._line.clear()
+        for line in ended:
+            if line:
+                self._lines.append(line.decode("utf-8"))
             elif self._lines:
                 blocks.append(Block(lines=tuple(self._lines), at=at))
                 self._lines = []
@@ -71,4 +70,4 @@ class BlockSplitter:
     @property
     def rest(self) -> str:
         """What was fed and is not part of a finished block."""
-        return "\n".join([*self._lines, self._line.decode("utf-8", "replace")]).strip("\n")
+        return "\n".join([*self._lines, self._rest.decode("utf-8", "replace")]).strip("\n")
