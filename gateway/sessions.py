@@ -65,12 +65,16 @@ class Sessions:
         self._sessions[session] = task
         return session
 
+    async def wait_idle(self) -> None:
+        """Until no request is open."""
+        await self._is_idle.wait()
+
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new, lets what runs end, cancels what is left after `timeout_s`."""
         self._is_draining = True
         try:
             async with asyncio.timeout(timeout_s):
-                await self._is_idle.wait()
+                await self.wait_idle()
                 return
         except TimeoutError:
             pass
@@ -78,7 +82,7 @@ class Sessions:
             session.cancel(CancelReason.SHUTDOWN, ServingError(ErrorCode.DRAINING, "this gateway is shutting down"))
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
-                await self._is_idle.wait()
+                await self.wait_idle()
         except TimeoutError:
             pass  # a client that does not read: its connection is cut with the server
 

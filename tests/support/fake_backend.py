@@ -89,8 +89,16 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
         (request,) = self.requests.values()
         return request
 
+    def let_out(self, max_tokens_out: int | None) -> None:
+        """Moves the token beyond which nothing is sent."""
+        self.max_tokens_out = max_tokens_out
+        for request in self.requests.values():
+            request.touch()
+
     # The generated base types describe the synchronous and the asynchronous API at once.
-    async def Serve(self, request_iterator: AsyncIterator[scheduler_pb2.ServeUp], context: Any) -> None:
+    async def Serve(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request_iterator: AsyncIterator[scheduler_pb2.ServeUp], context: Any
+    ) -> None:
         first = await context.read()
         start = first.start
         await self.may_admit.wait()
@@ -129,7 +137,9 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             self._end(request, _cancelled())
             request.touch()
 
-    async def Cancel(self, request: scheduler_pb2.CancelRequest, context: Any) -> scheduler_pb2.CancelReply:
+    async def Cancel(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: scheduler_pb2.CancelRequest, context: Any
+    ) -> scheduler_pb2.CancelReply:
         self.cancelled_ids.append(request.request_id)
         known = self.requests.get(request.request_id)
         if known is None:
@@ -140,10 +150,14 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             released=True, outcome=scheduler_pb2.OUTCOME_KIND_CANCELLED, blocks_freed=3
         )
 
-    async def Session(self, request_iterator: AsyncIterator[scheduler_pb2.SessionUp], context: Any) -> None:
+    async def Session(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request_iterator: AsyncIterator[scheduler_pb2.SessionUp], context: Any
+    ) -> None:
         raise ServingError(ErrorCode.INTERNAL, "no worker dials this")
 
-    async def Status(self, request: scheduler_pb2.StatusRequest, context: Any) -> scheduler_pb2.StatusReply:
+    async def Status(
+        self, request: scheduler_pb2.StatusRequest, context: Any
+    ) -> scheduler_pb2.StatusReply:
         return scheduler_pb2.StatusReply(
             scheduler_epoch=self.epoch,
             services=[
@@ -158,7 +172,9 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             max_request_tokens=self.max_request_tokens,
         )
 
-    async def Tokens(self, request_iterator: AsyncIterator[decode_pb2.TokensUp], context: Any) -> None:
+    async def Tokens(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request_iterator: AsyncIterator[decode_pb2.TokensUp], context: Any
+    ) -> None:
         self.num_token_calls += 1
         writing = asyncio.Lock()
         async with asyncio.TaskGroup() as group:
@@ -196,13 +212,13 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
     async def _send_tokens(self, request: FakeRequest, context: Any, writing: asyncio.Lock) -> None:
         tokens = request.tokens
         key = common_pb2.RequestKey(request_id=request.spec.request_id, attempt=1)
-        limit = len(tokens) if self.max_tokens_out is None else min(len(tokens), self.max_tokens_out)
-        while request.num_sent < limit and request.outcome is None:
+        while request.num_sent < len(tokens) and request.outcome is None:
             if self.failure_after is not None and request.num_sent >= self.failure_after[0]:
                 self._end(request, _failed(self.failure_after[1]))
                 request.touch()
                 return
-            room = min(request.acked + self.credit, limit) - request.num_sent
+            limit = len(tokens) if self.max_tokens_out is None else self.max_tokens_out
+            room = min(request.acked + self.credit, limit, len(tokens)) - request.num_sent
             if room <= 0:
                 await request.changed.wait()
                 continue
@@ -215,6 +231,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                 sequence.end.CopyFrom(decode_pb2.End(index=len(tokens), reason=self._reason(request)))
             async with writing:
                 await context.write(decode_pb2.TokensDown(batch=decode_pb2.TokenBatch(sequences=[sequence])))
+            request.touch()
             if self.cut_streams_after is not None and request.num_sent >= self.cut_streams_after:
                 self.cut_streams_after = None
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")

@@ -1,0 +1,69 @@
+"""The bound and the drain. Requests themselves are in test_session.py."""
+
+import asyncio
+
+import pytest
+
+from gateway.sessions import Sessions
+from shared.domain.errors import ErrorCode, ServingError
+from tests.support.chat import CHAT_PATH, collect
+from tests.support.fake_backend import FakeBackend
+from tests.support.gateway_app import running_gateway
+from tests.support.http_client import exchange, open_request
+from tests.support.script import counting
+
+
+async def test_places_are_counted_and_given_back_once() -> None:
+    """A second giving back does nothing."""
+    async with asyncio.TaskGroup() as group:
+        sessions = Sessions(group, 1)
+        leave = sessions.enter()
+        with pytest.raises(ServingError) as caught:
+            sessions.enter()
+        leave()
+        leave()
+        assert 0 == sessions.num_open
+        sessions.enter()
+        assert 1 == sessions.num_open
+
+    assert ErrorCode.OVERLOADED == caught.value.code
+
+
+async def test_a_drain_lets_streams_end_and_refuses_new_ones() -> None:
+    """OPS-01: all of it, finish reason and [DONE]; new requests get 503 meanwhile; then it returns."""
+    script = counting(8)
+    backend = FakeBackend()
+    backend.max_tokens_out = 2
+    async with running_gateway(backend) as running:
+        body = {**script.body(), "stream": True}
+        async with open_request(running.port, "POST", CHAT_PATH, body=body) as stream, asyncio.TaskGroup() as group:
+            record = await collect(stream, until_deltas=2)
+            drain = group.create_task(running.gateway.sessions.drain(30.0))
+            while not running.gateway.sessions.is_draining:
+                await asyncio.sleep(0)
+            answer = await exchange(running.port, "POST", CHAT_PATH, body=script.body())
+            assert not drain.done()
+            backend.let_out(None)
+            await collect(stream, record=record)
+            async with asyncio.timeout(10):
+                await drain
+
+    assert (503, "draining") == (answer.status, answer.json()["error"]["code"])
+    assert "retry-after" in answer.headers
+    assert (script.text(), "stop") == (record.text, record.finish_reason)
+
+
+async def test_what_outlives_the_drain_is_cancelled_with_an_error() -> None:
+    """The client hears why; the scheduler hears `shutdown`."""
+    backend = FakeBackend()
+    backend.max_tokens_out = 2
+    async with running_gateway(backend) as running:
+        body = {**counting(8).body(), "stream": True}
+        async with open_request(running.port, "POST", CHAT_PATH, body=body) as stream:
+            record = await collect(stream, until_deltas=2)
+            await running.gateway.sessions.drain(0.05)
+            await collect(stream, record=record)
+
+    assert "draining" == (record.error or {})["code"]
+    assert ["shutdown"] == backend.only.cancel_reasons
+    assert 0 == running.gateway.sessions.num_open
