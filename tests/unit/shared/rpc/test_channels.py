@@ -72,7 +72,7 @@ def test_ping_settings_of_both_ends_agree() -> None:
     """The server allows pings at least twice as often as clients send them, with no call running too (OPS-04)."""
     client, host = dict(CHANNEL_OPTIONS), dict(SERVER_OPTIONS)
 
-    assert 2 * host["grpc.http2.min_recv_ping_interval_without_data_ms"] <= client["grpc.keepalive_time_ms"]
+    assert 2 * host["grpc.http2.min_ping_interval_without_data_ms"] <= client["grpc.keepalive_time_ms"]
     assert (1, 1) == (client["grpc.keepalive_permit_without_calls"], host["grpc.keepalive_permit_without_calls"])
     assert (0, 0) == (client["grpc.http2.max_pings_without_data"], host["grpc.http2.max_pings_without_data"])
     for options in (client, host):
@@ -91,7 +91,7 @@ def test_message_limits_of_both_ends_agree() -> None:
 async def test_silent_stream_survives_many_pings(pool: ChannelPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pings as often as a server allows bring no GOAWAY: two strikes would be enough for one (OPS-04)."""
     fast_client = {**dict(CHANNEL_OPTIONS), "grpc.keepalive_time_ms": 120}
-    fast_server = {**dict(SERVER_OPTIONS), "grpc.http2.min_recv_ping_interval_without_data_ms": 60}
+    fast_server = {**dict(SERVER_OPTIONS), "grpc.http2.min_ping_interval_without_data_ms": 60}
     monkeypatch.setattr(channels, "CHANNEL_OPTIONS", tuple(fast_client.items()))
     monkeypatch.setattr(server, "SERVER_OPTIONS", tuple(fast_server.items()))
     async with serving() as running:
@@ -114,7 +114,7 @@ async def test_silent_link_is_broken_for_both_ends(pool: ChannelPool, monkeypatc
             "grpc.http2.ping_timeout_ms": 100,
         }
         if module is server:
-            fast["grpc.http2.min_recv_ping_interval_without_data_ms"] = 50
+            fast["grpc.http2.min_ping_interval_without_data_ms"] = 50
         monkeypatch.setattr(module, name, tuple(fast.items()))
     servicer = EchoScheduler()
     async with serving(servicer=servicer) as running, tcp_proxy(int(running.address.rpartition(":")[2])) as proxy:
