@@ -124,10 +124,15 @@ def _write_tokenizer(fields: Mapping[str, Any], folder: Path) -> None:
         )
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [cast("tuple[str, str]", tuple(merge.split(" ", 1))) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer: Any = Tokenizer(models.BPE({token: place for place, token in enumerate(tokens)}, merges))
+    try:
+        tokenizer: Any = Tokenizer(models.BPE({token: place for place, token in enumerate(tokens)}, merges))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower for merges without their tokens
+        raise PreparationError(f"its tokenizer is damaged ({error})") from None
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[variant]()
     tokenizer.decoder = decoders.ByteLevel()
     types: list[int] = fields["tokenizer.ggml.token_type"]
+    if len(types) != len(tokens):
+        raise PreparationError(f"its tokenizer is damaged ({len(tokens)} tokens, {len(types)} token types)")
     for token, kind in zip(tokens, types, strict=True):
         if kind == _CONTROL:
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
