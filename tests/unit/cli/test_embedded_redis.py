@@ -34,6 +34,7 @@ async def test_the_server_can_be_recognised_by_its_environment(tmp_path: Path) -
     child = await Child.start(spec, folder.log_path(spec.child_id))
     await wait_for_redis(url)
 
-    assert b"MARK_OF_THE_RUN=7" in Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
+    environ = await asyncio.to_thread(Path(f"/proc/{child.pid}/environ").read_bytes)
+    assert b"MARK_OF_THE_RUN=7" in environ.split(b"\0")
     child.kill()
     await child.wait()
