@@ -1,0 +1,412 @@
+"""The decode worker's table alone: time, credit, ends, and who is told what."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from decode_worker.sequence import HeldSequence
+from decode_worker.service import DecodeService
+from shared.codec.request import key_to_wire, spec_to_wire
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey, TokenId, WorkerId
+from shared.domain.request import FinishReason, RequestSpec
+from shared.domain.sampling import SamplingParams
+from shared.engine.decode_runner import DecodeCommand, DecodeStep, Grant, Join, Leave, NewToken
+from shared.engine.executor import SequenceFault
+from shared.kv.block_pool import BlockPool
+from shared.kv.frames import FrameHeader, FrameRange, RejectCode, WriteBlocks
+from shared.kv.layout import KvLayout
+from shared.obs.logs import get_logger
+from shared.obs.metrics import Metrics
+from shared.wire import scheduler_pb2
+from tests.support.hand_clock import HandClock
+from tests.support.worker_fakes import FakeEngine, FakeEvents
+
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", block_size=4, numerics=b"n")
+EOS = TokenId(2)
+EPOCH = Epoch(5)
+SENDER = Incarnation(3)
+
+
+class Reader:
+    """A stream that only counts."""
+
+    def __init__(self) -> None:
+        self.num_touched = 0
+
+    def touch(self, sequence: HeldSequence) -> None:
+        """News."""
+        self.num_touched += 1
+
+
+class Table:
+    """The service with everything around it replaced."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.clock = HandClock()
+        self.pool = BlockPool(16)
+        self.engine: FakeEngine[DecodeCommand] = FakeEngine()
+        self.events = FakeEvents()
+        self.service = DecodeService(
+            worker_id=WorkerId("decode-0"),
+            incarnation=Incarnation(9),
+            layout=LAYOUT,
+            eos_ids=frozenset({EOS}),
+            pool=self.pool,
+            max_sequences=4,
+            outbox_tokens=8,
+            outbox_bytes=1024,
+            clock=self.clock,
+            metrics=metrics,
+            log=get_logger("test"),
+        )
+        self.service.connect(self.engine, self.events, address="host:1")
+
+    def command(self, name: str, **command: object) -> RequestKey:
+        """Hand a command to the table."""
+        key = RequestKey(RequestId(name), Attempt(1))
+        message = scheduler_pb2.Command(key=key_to_wire(key), **command)  # pyright: ignore[reportArgumentType]
+        self.service.handle_command(message, EPOCH)
+        return key
+
+    def reserve(self, name: str = "r", *, max_tokens: int = 20, has_stop_strings: bool = False) -> RequestKey:
+        """A prompt of four tokens: one block."""
+        spec = RequestSpec(
+            request_id=RequestId(name),
+            prompt_ids=(TokenId(7), TokenId(8), TokenId(9), TokenId(10)),
+            max_tokens=max_tokens,
+            sampling=SamplingParams(seed=1),
+            has_stop_strings=has_stop_strings,
+        )
+        return self.command(name, reserve=scheduler_pb2.Reserve(spec=spec_to_wire(spec)))
+
+    def row(self, key: RequestKey) -> HeldSequence:
+        """The row, which must be there."""
+        row = self.service.find(key)
+        assert isinstance(row, HeldSequence)
+        return row
+
+    def begin_copy(self, key: RequestKey) -> HeldSequence:
+        """The whole prompt arrives in one frame, whose copy begins."""
+        row = self.row(key)
+        opened = row.receiver.open(
+            key=key,
+            transfer_id=row.transfer_id,
+            sender_incarnation=SENDER,
+            receiver_incarnation=Incarnation(9),
+        )
+        assert opened == ()
+        header = FrameHeader(
+            number=1,
+            key=key,
+            transfer_id=row.transfer_id,
+            sender_incarnation=SENDER,
+            range=FrameRange(layer_start=0, layer_end=1, token_start=0, token_end=4),
+            crc32=0,
+        )
+        write = row.receiver.accept(header, payload_crc32=0, num_payload_bytes=LAYOUT.block_bytes)
+        assert isinstance(write, WriteBlocks)
+        return row
+
+    def end_copy(self, row: HeldSequence) -> None:
+        """The copy returns."""
+        row.receiver.copied(1)
+        self.service.copy_returned(row, LAYOUT.block_bytes)
+
+    def running(self, key: RequestKey) -> HeldSequence:
+        """Bring a reservation into the batch, token 1 being 50."""
+        row = self.begin_copy(key)
+        self.end_copy(row)
+        assert self.service.take_first_token(row, TokenId(50), 0) is None
+        self.step(joined=(key,))
+        return row
+
+    def step(
+        self,
+        *,
+        joined: tuple[RequestKey, ...] = (),
+        tokens: tuple[NewToken, ...] = (),
+        faults: dict[RequestKey, SequenceFault] | None = None,
+        left: tuple[RequestKey, ...] = (),
+    ) -> None:
+        """The engine's report."""
+        self.service.on_step(
+            DecodeStep(joined=joined, tokens=tokens, faults=faults or {}, left=left, num_sequences=len(tokens))
+        )
+
+
+def token(key: RequestKey, index: int, finish: FinishReason | None = None) -> NewToken:
+    """Output token `index`."""
+    return NewToken(key=key, index=index, token_id=TokenId(50 + index), finish=finish)
+
+
+@pytest.fixture
+def table() -> Iterator[Table]:
+    """A fresh table."""
+    metrics = Metrics("decode", "decode-0")
+    yield Table(metrics)
+    metrics.close()
+
+
+def test_a_reservation_expires_ten_seconds_after_its_last_sign(table: Table) -> None:
+    """Told as a failed transfer, its blocks free; a sign of the sender puts it off; a release finds nothing more."""
+    key = table.reserve()
+    table.clock.advance(6)
+    table.service.sign(table.row(key))
+    table.clock.advance(9.9)
+    table.service.sweep()
+    assert table.events.names() == ["reserved"]
+    table.clock.advance(0.1)
+    table.service.sweep()
+
+    assert table.events.names() == ["reserved", "attempt_failed"]
+    assert table.events.posted[1].attempt_failed.error.code == "KV_TRANSFER_FAILED"
+    assert table.pool.num_free == 16
+    assert table.service.find(key) is RejectCode.GONE
+    table.command("r", abort=scheduler_pb2.Abort())
+    assert table.events.posted[2].released.blocks_freed == 0
+
+
+def test_an_expired_reservation_keeps_its_blocks_while_a_copy_runs(table: Table) -> None:
+    """It fails at once, and its blocks come back when the copy has returned."""
+    key = table.reserve()
+    row = table.begin_copy(key)
+    table.clock.advance(10)
+    table.service.sweep()
+
+    assert table.events.names() == ["reserved", "attempt_failed"]
+    assert table.pool.num_free == 10
+    table.end_copy(row)
+    assert table.pool.num_free == 16
+    assert table.events.num_heartbeats_asked == 1
+
+
+def test_a_sequence_that_nobody_reads_fails_after_45_seconds(table: Table) -> None:
+    """Counted from the commit, or from when its gateway went; a gateway that reads holds it for ever."""
+    key = table.reserve()
+    row = table.running(key)
+    reader = Reader()
+    table.clock.advance(44)
+    table.service.sweep()
+    table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=reader)
+    table.clock.advance(500)
+    table.service.sweep()
+    table.service.detach_all(reader)
+    table.clock.advance(44.9)
+    table.service.sweep()
+    assert table.events.names() == ["reserved", "kv_committed"]
+    table.clock.advance(0.1)
+    table.service.sweep()
+
+    assert table.events.names() == ["reserved", "kv_committed", "attempt_failed"]
+    assert table.events.posted[2].attempt_failed.error.message == "gateway_lost"
+    assert table.engine.commands[-1] == Leave(key=key)
+    assert table.pool.num_free == 10
+    table.step(left=(key,))
+    assert table.pool.num_free == 16
+
+
+def test_an_answer_that_nobody_takes_fails_too(table: Table) -> None:
+    """It has ended and gave its blocks back, but its tokens were never acknowledged."""
+    key = table.reserve()
+    table.running(key)
+    table.step(tokens=(token(key, 2, FinishReason.STOP),))
+    assert table.pool.num_free == 16
+    table.clock.advance(45)
+    table.service.sweep()
+
+    assert table.events.names() == ["reserved", "kv_committed", "attempt_failed"]
+
+
+def test_a_done_answer_is_kept_until_its_release_or_for_a_minute(table: Table) -> None:
+    """A gateway may ask again for the end; after the release, or 60 s without one, only the tombstone is left."""
+    reader = Reader()
+    keys = [table.reserve(name) for name in ("released", "kept")]
+    for key in keys:
+        row = table.running(key)
+        table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=reader)
+        table.step(tokens=(token(key, 2, FinishReason.STOP),))
+        table.service.ack(key, 2, reader)
+        table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=reader)
+    assert table.events.names().count("sequence_done") == 2
+    table.command("released", release=scheduler_pb2.Release())
+    table.service.detach_all(reader)
+    table.clock.advance(59.9)
+    table.service.sweep()
+    assert isinstance(table.service.find(keys[1]), HeldSequence)
+    table.clock.advance(0.1)
+    table.service.sweep()
+
+    assert [table.service.find(key) for key in keys] == [RejectCode.UNKNOWN_TRANSFER, RejectCode.GONE]
+    assert table.service.is_idle
+
+
+def test_credit_moves_in_quarters_of_the_outbox(table: Table) -> None:
+    """The engine may compute eight tokens ahead, and is told of room for two more when two are acknowledged."""
+    key = table.reserve()
+    row = table.running(key)
+    join = table.engine.commands[0]
+    assert isinstance(join, Join)
+    assert join.sequence.may_compute_upto == 8
+    reader = Reader()
+    table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=reader)
+    table.step(tokens=(token(key, 2),))
+    table.service.ack(key, 1, reader)
+    assert len(table.engine.commands) == 1
+    table.service.ack(key, 2, reader)
+
+    assert table.engine.commands[1:] == [Grant(key=key, upto_index=10)]
+    assert table.service.num_outbox_tokens == 0
+
+
+def test_with_stop_strings_every_acknowledgement_gives_room(table: Table) -> None:
+    """Four ahead, so that each one counts."""
+    key = table.reserve(has_stop_strings=True)
+    row = table.running(key)
+    join = table.engine.commands[0]
+    assert isinstance(join, Join)
+    assert join.sequence.may_compute_upto == 4
+    reader = Reader()
+    table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=reader)
+    table.service.ack(key, 1, reader)
+
+    assert table.engine.commands[1:] == [Grant(key=key, upto_index=5)]
+
+
+def test_tokens_made_while_leaving_are_dropped_and_counted(table: Table) -> None:
+    """The engine may finish a step before it lets go; Released comes after, with the blocks and the true count."""
+    key = table.reserve()
+    table.running(key)
+    table.command("r", abort=scheduler_pb2.Abort())
+    table.command("r", abort=scheduler_pb2.Abort())
+    table.step(tokens=(token(key, 2),))
+    assert table.events.names() == ["reserved", "kv_committed"]
+    table.step(tokens=(token(key, 3, FinishReason.LENGTH),))
+    table.step(left=(key, key))
+
+    released = table.events.posted[2].released
+    assert (released.blocks_freed, released.computed_tokens) == (6, 2)
+    assert len(table.events.posted) == 3
+    assert table.engine.commands[1:] == [Leave(key=key)]
+
+
+def test_a_commit_that_the_engine_finds_wrong_fails_the_attempt(table: Table) -> None:
+    """KvCommitted is not told before the engine has checked the KV."""
+    key = table.reserve()
+    row = table.begin_copy(key)
+    table.end_copy(row)
+    table.service.take_first_token(row, TokenId(50), 0)
+    assert table.events.names() == ["reserved"]
+    table.step(faults={key: SequenceFault(ErrorCode.KV_CORRUPT, "wrong digest")})
+
+    assert table.events.names() == ["reserved", "attempt_failed"]
+    assert table.events.posted[1].attempt_failed.error.code == "KV_CORRUPT"
+    assert table.pool.num_free == 16
+
+
+def test_an_end_token_as_token_1_ends_the_answer(table: Table) -> None:
+    """No join, no KV: the frames are refused and the blocks free at once."""
+    key = table.reserve()
+    row = table.row(key)
+    table.service.take_first_token(row, EOS, 3)
+
+    assert row.closed.is_set()
+    assert table.pool.num_free == 16
+    assert table.engine.commands == []
+    assert row.outbox.end is not None
+    assert row.outbox.end.reason is FinishReason.STOP
+    assert row.cached_tokens == 3
+
+
+def test_finish_of_an_impossible_answer_is_refused(table: Table) -> None:
+    """More tokens than were made; the sequence goes on."""
+    key = table.reserve()
+    row = table.running(key)
+    reader = Reader()
+    table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=reader)
+    with pytest.raises(ServingError, match="1 were made"):
+        table.service.finish(key, 2, FinishReason.STOP, reader)
+
+    assert row.is_in_engine
+
+
+@pytest.mark.parametrize("from_index", [0, 1, 4])
+def test_attach_asks_only_for_what_is_held_or_next(table: Table, from_index: int) -> None:
+    """Token 1 has been acknowledged, tokens 2 and 3 are next: neither less nor more can be asked for."""
+    key = table.reserve()
+    row = table.running(key)
+    reader = Reader()
+    table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=reader)
+    table.service.ack(key, 1, reader)
+    table.step(tokens=(token(key, 2),))
+    with pytest.raises(ServingError, match="is not held"):
+        table.service.attach(key, ticket=row.attach_ticket, from_index=from_index, reader=reader)
+
+    table.service.attach(key, ticket=row.attach_ticket, from_index=3, reader=reader)
+    assert row.next_unsent == 3
+
+
+def test_a_dead_engine_frees_everything_and_refuses(table: Table) -> None:
+    """Running and arriving attempts fail, one that was leaving is answered, a new one is refused; the rest is drained."""
+    running, arriving, leaving = (table.reserve(name, max_tokens=8) for name in ("running", "arriving", "leaving"))
+    table.running(running)
+    table.running(leaving)
+    table.command("leaving", abort=scheduler_pb2.Abort())
+    table.events.posted.clear()
+    table.service.on_engine_dead()
+    table.reserve("late")
+
+    told = [(event.key.request_id, event.WhichOneof("event")) for event in table.events.posted]
+    assert told == [
+        ("running", "attempt_failed"),
+        ("arriving", "attempt_failed"),
+        ("leaving", "released"),
+        ("late", "reserve_refused"),
+    ]
+    assert table.service.find(arriving) is RejectCode.GONE
+    assert table.pool.num_free == 16
+    assert table.service.heartbeat().draining
+
+
+def test_a_draining_worker_takes_nothing_new(table: Table) -> None:
+    """Refused, so that the request waits for another worker; what runs counts until it is done."""
+    key = table.reserve()
+    table.service.is_draining = True
+    table.reserve("late")
+
+    assert table.events.names() == ["reserved", "reserve_refused"]
+    assert not table.service.is_idle
+    table.command("r", abort=scheduler_pb2.Abort())
+    assert table.service.is_idle
+    assert table.service.find(key) is RejectCode.GONE
+
+
+def test_a_spec_that_means_nothing_fails_its_attempt(table: Table) -> None:
+    """Refused with a reason instead of ending the session."""
+    table.command("r", reserve=scheduler_pb2.Reserve())
+
+    assert table.events.names() == ["attempt_failed"]
+    assert table.events.posted[0].attempt_failed.error.code == "INVALID_REQUEST"
+
+
+def test_heartbeat_and_inventory_tell_what_is_held(table: Table) -> None:
+    """Every block state and sequence state with a count, the engine's age, and the ends of the last 60 s."""
+    table.reserve("waiting")
+    table.running(table.reserve("running"))
+    table.command("ended", abort=scheduler_pb2.Abort())
+    heartbeat = table.service.heartbeat()
+    inventory = {
+        entry.key.request_id: (entry.sequence_state, entry.last_index) for entry in table.service.inventory().entries
+    }
+
+    assert dict(heartbeat.blocks) == {"free": 4, "reserved": 6, "active": 6, "cached": 0, "quarantined": 0}
+    assert dict(heartbeat.sequences) == {"waiting_kv": 1, "running": 1, "parked": 0, "preempted": 0, "done": 0}
+    assert heartbeat.last_step_age_ms == 250
+    assert inventory == {"waiting": ("waiting_kv", 0), "running": ("running", 1), "ended": ("done", 0)}
+
+
+def test_commands_of_the_other_role_are_counted_and_dropped(table: Table) -> None:
+    """A scheduler that mixes the roles up breaks nothing."""
+    table.command("r", prefill=scheduler_pb2.Prefill())
+
+    assert table.events.posted == []
