@@ -89,12 +89,9 @@ class Worker:
 
     @property
     def free_blocks(self) -> int:
-        """An estimate: as told less what was commanded later, and never less than what our own books leave."""
-        by_books = self.facts.num_blocks - sum(job.num_blocks for job in self.jobs.values())
-        if self.capacity is None:
-            return max(0, by_books)
-        told = self.capacity.blocks.get("free", 0)
-        return max(0, by_books, told - sum(job.num_blocks for job in self._jobs_unseen()))
+        """As told, less what was commanded later; before the first heartbeat what our own books leave."""
+        told = self.facts.num_blocks if self.capacity is None else self.capacity.blocks.get("free", 0)
+        return max(0, told - sum(job.num_blocks for job in self._jobs_unseen()))
 
     @property
     def remaining_tokens(self) -> int:
@@ -125,7 +122,9 @@ class Worker:
             del self.jobs[key]
 
     def _jobs_unseen(self) -> list[Job]:
-        seen = 0 if self.capacity is None else self.capacity.commands_seen
+        if self.capacity is None:
+            return list(self.jobs.values())
+        seen = self.capacity.commands_seen
         return [job for job in self.jobs.values() if job.sent_number is None or job.sent_number > seen]
 
     # ---- commands

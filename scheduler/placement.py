@@ -93,9 +93,9 @@ def refusal(waiter: Waiter, prefills: Sequence[Worker], decodes: Sequence[Worker
     by_prefill = max((pair.prefill for pair in pairs), key=lambda worker: worker.facts.num_blocks)
     needed = by_decode.facts.num_blocks_for(waiter.max_total_tokens)
     if needed > by_decode.facts.num_blocks:
-        return _never_fits("prompt and max_tokens", waiter.max_total_tokens, needed, by_decode)
+        return _never_fits("prompt and max_tokens need", waiter.max_total_tokens, needed, by_decode)
     needed = by_prefill.facts.num_blocks_for(waiter.num_prompt_tokens)
-    return _never_fits("the prompt", waiter.num_prompt_tokens, needed, by_prefill)
+    return _never_fits("the prompt needs", waiter.num_prompt_tokens, needed, by_prefill)
 
 
 def _never_fits(what: str, tokens: int, needed: int, worker: Worker) -> ServingError:
@@ -103,7 +103,7 @@ def _never_fits(what: str, tokens: int, needed: int, worker: Worker) -> ServingE
     available = facts.num_blocks * facts.block_size
     return ServingError(
         ErrorCode.NEVER_FITS,
-        f"{what} need {needed} KV blocks ({tokens} tokens); the largest {facts.role.value} pool has "
+        f"{what} {needed} KV blocks ({tokens} tokens); the largest {facts.role.value} pool has "
         f"{facts.num_blocks} blocks ({available} tokens)",
     )
 

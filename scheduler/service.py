@@ -81,9 +81,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 
     # ---- gateways
 
-    async def Serve(  # noqa: N802 - grpc's name  # pyright: ignore[reportIncompatibleMethodOverride] - a coroutine that writes, not a generator
-        self, request_iterator: AsyncIterator[scheduler_pb2.ServeUp], context: ServeContext
-    ) -> None:
+    async def Serve(self, request_iterator: AsyncIterator[scheduler_pb2.ServeUp], context: ServeContext) -> None:
         """One request. The stream ends with its outcome."""
         driver = self._driver or await _refuse_standby(context)
         first = await _first(request_iterator)
@@ -113,9 +111,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         finally:
             driver.close_stream(stream)
 
-    async def Cancel(  # noqa: N802 - grpc's name  # pyright: ignore[reportIncompatibleMethodOverride] - the stub is sync and async at once
-        self, request: scheduler_pb2.CancelRequest, context: CancelContext
-    ) -> scheduler_pb2.CancelReply:
+    async def Cancel(self, request: scheduler_pb2.CancelRequest, context: CancelContext) -> scheduler_pb2.CancelReply:
         """By id. Waits for the release, at most 2 s; again is a success."""
         driver = self._driver or await _refuse_standby(context)
         if not request.request_id:
@@ -133,9 +129,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             released=is_released, outcome=outcome_to_wire(outcome).kind, blocks_freed=outcome.blocks_freed
         )
 
-    async def Status(  # noqa: N802 - grpc's name  # pyright: ignore[reportIncompatibleMethodOverride] - the stub is sync and async at once
-        self, request: scheduler_pb2.StatusRequest, context: StatusContext
-    ) -> scheduler_pb2.StatusReply:
+    async def Status(self, request: scheduler_pb2.StatusRequest, context: StatusContext) -> scheduler_pb2.StatusReply:
         """The fleet and the queue now."""
         driver = self._driver or await _refuse_standby(context)
         assert self._identity is not None
@@ -175,9 +169,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 
     # ---- workers
 
-    async def Session(  # noqa: N802 - grpc's name  # pyright: ignore[reportIncompatibleMethodOverride] - a coroutine that writes, not a generator
-        self, request_iterator: AsyncIterator[scheduler_pb2.SessionUp], context: SessionContext
-    ) -> None:
+    async def Session(self, request_iterator: AsyncIterator[scheduler_pb2.SessionUp], context: SessionContext) -> None:
         """One worker's connection. Its end ends nothing by itself."""
         driver = self._driver or await _refuse_standby(context)
         first = await _first(request_iterator)

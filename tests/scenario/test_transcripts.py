@@ -1,0 +1,295 @@
+"""Transcripts of the scheduler's core: a command, `----`, its effects in order, an empty line.
+
+`PYTHONPATH=. python tests/scenario/test_transcripts.py --rewrite` accepts what the core does now.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scheduler.core import CoreLimits, SchedulerCore
+from scheduler.messages import (
+    AbortJob,
+    AckEvents,
+    AttemptFailedTold,
+    CancelAsked,
+    CloseSession,
+    CloseStream,
+    CoreEffect,
+    CoreEvent,
+    DrainStarted,
+    HeartbeatTold,
+    InventoryEntry,
+    InventoryTold,
+    KvCommittedTold,
+    Noted,
+    OutcomeTold,
+    PersistRecord,
+    PlacedTold,
+    PrefillDoneTold,
+    PrefillJob,
+    QueuedTold,
+    Refused,
+    ReleasedTold,
+    ReleaseJob,
+    ReportTold,
+    RequestEnded,
+    RequestReleased,
+    ReservedTold,
+    ReserveJob,
+    ReserveRefusedTold,
+    Resign,
+    RewriteRecords,
+    SendCommand,
+    SequenceDoneTold,
+    SessionClosed,
+    SessionId,
+    SessionOpened,
+    StartReceived,
+    StateBack,
+    StateLost,
+    StateRewritten,
+    StreamClosed,
+    StreamId,
+    Tell,
+    Ticked,
+    WelcomeWorker,
+    WorkerReport,
+    Written,
+)
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey, TokenId, TransferId, WorkerId
+from shared.domain.lifecycle_events import WriteStep
+from shared.domain.request import CancelReason, FinishReason, RequestSpec, Role
+from shared.domain.sampling import SamplingParams
+from shared.domain.worker import Capacity, KvTarget, LossLimits, WorkerFacts, WorkerRef
+
+FOLDER = Path(__file__).parent / "scheduler"
+TRANSCRIPTS = sorted(FOLDER.glob("*.txt"))
+SEPARATOR = "----"
+
+
+class Runner:
+    """Plays one transcript."""
+
+    def __init__(self) -> None:
+        limits = CoreLimits(
+            max_queued_requests=3, max_queued_prompt_tokens=1000, loss=LossLimits(), gateway_grace_s=5.0
+        )
+        self.core = SchedulerCore(limits, Epoch(100))
+        self.now = 0.0
+        self.last_id = 0
+        self.sessions: dict[str, SessionId] = {}
+        self.numbers: dict[str, int] = {}
+        self.names: dict[int, str] = {}
+        self.streams: dict[str, StreamId] = {}
+        self.targets: dict[str, KvTarget] = {}
+
+    def play(self, line: str) -> list[str]:
+        """The effects of one command, a line each."""
+        verb, *words = line.split()
+        options = dict(word.split("=", 1) for word in words if "=" in word)
+        plain = [word for word in words if "=" not in word]
+        commands: dict[str, Callable[[list[str], dict[str, str]], list[CoreEvent]]] = {
+            "worker": self.worker,
+            "start": self.start,
+            "wrote": self.wrote,
+            "report": self.report,
+            "heartbeat": self.heartbeat,
+            "cancel": lambda plain, _: [CancelAsked(request_id=RequestId(plain[0]), reason=CancelReason(plain[1]))],
+            "session-closed": lambda plain, _: [SessionClosed(session=self.sessions[plain[0]])],
+            "stream-closed": lambda plain, _: [StreamClosed(stream=self.streams[plain[0]])],
+            "tick": self.tick,
+            "redis": self.redis,
+            "drain": lambda _plain, _options: [DrainStarted()],
+        }
+        shown: list[str] = []
+        for event in commands[verb](plain, options):
+            shown += [self.show(effect) for effect in self.core.step(event, self.now)]
+        self.core.waiting.check()
+        return shown
+
+    def worker(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
+        role, name = plain
+        self.last_id += 1
+        session = self.sessions[name] = SessionId(self.last_id)
+        self.names[session] = name
+        incarnation = int(options.get("incarnation", 1))
+        if incarnation != 1 or name not in self.numbers:
+            self.numbers[name] = 0
+        facts = WorkerFacts(
+            role=Role(role),
+            ref=WorkerRef(WorkerId(name), Incarnation(incarnation)),
+            address=f"{name}:1",
+            admin_url="",
+            pid=1,
+            layout=options.get("layout", "float32").encode(),
+            block_size=16,
+            num_blocks=int(options["blocks"]),
+            max_sequences=int(options.get("sequences", 8)),
+            token_budget=int(options.get("budget", 256)),
+        )
+        holds = [_key(held) for held in options.get("holds", "").split(",") if held]
+        entries = tuple(InventoryEntry(key=key, is_done=False) for key in holds)
+        return [
+            SessionOpened(session=session, facts=facts, epoch_seen=Epoch(int(options.get("epoch", 0)))),
+            InventoryTold(session=session, entries=entries),
+        ]
+
+    def start(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
+        self.last_id += 1
+        stream = self.streams[plain[0]] = StreamId(self.last_id)
+        self.names[stream] = plain[0]
+        spec = RequestSpec(
+            request_id=RequestId(plain[0]),
+            prompt_ids=tuple(TokenId(n) for n in range(int(options["prompt"]))),
+            max_tokens=int(options["max"]),
+            sampling=SamplingParams(seed=1),
+        )
+        return [
+            StartReceived(
+                stream=stream,
+                spec=spec,
+                gateway_incarnation=Incarnation(1),
+                last_attempt_seen=Attempt(int(options.get("seen", 0))),
+                epoch_seen=Epoch(0),
+                unix_ms=0,
+            )
+        ]
+
+    def wrote(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
+        key = _key(plain[0])
+        error = ErrorCode.STATE_UNAVAILABLE if "failed" in plain else None
+        return [Written(request_id=key.request_id, attempt=key.attempt, step=WriteStep(plain[1]), error=error)]
+
+    def report(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
+        name, key, kind = plain[0], _key(plain[1]), plain[2]
+        self.numbers[name] += 1
+        reports: dict[str, WorkerReport] = {
+            "reserved": ReservedTold(
+                target=KvTarget(
+                    worker_id=WorkerId(name),
+                    address=f"{name}:1",
+                    incarnation=Incarnation(1),
+                    transfer_id=TransferId(1),
+                    transports=("grpc",),
+                ),
+                attach_ticket=b"ticket",
+            ),
+            "refused": ReserveRefusedTold(free_blocks=int(options.get("free", 0))),
+            "prefilled": PrefillDoneTold(),
+            "committed": KvCommittedTold(),
+            "done": SequenceDoneTold(finish_reason=FinishReason.STOP, completion_tokens=3),
+            "failed": AttemptFailedTold(error=ServingError(ErrorCode.KV_TRANSFER_FAILED, "no sign of the sender")),
+            "released": ReleasedTold(blocks_freed=int(options.get("freed", 0))),
+        }
+        return [ReportTold(session=self.sessions[name], number=self.numbers[name], key=key, report=reports[kind])]
+
+    def heartbeat(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
+        capacity = Capacity(
+            commands_seen=int(options.get("seen", 0)),
+            blocks={"free": int(options["free"])},
+            queued_prompt_tokens=int(options.get("queued", 0)),
+        )
+        return [HeartbeatTold(session=self.sessions[plain[0]], capacity=capacity)]
+
+    def tick(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
+        """Time passes; workers named after it stay silent, the others have just spoken."""
+        self.now += float(plain[0])
+        for worker in self.core.fleet:
+            if worker.worker_id not in plain[1:] and worker.session is not None:
+                worker.heard_at = self.now
+        return [Ticked()]
+
+    def redis(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
+        match plain[0]:
+            case "lost":
+                return [StateLost()]
+            case "back":
+                return [StateBack()]
+            case _:
+                written = frozenset(RequestId(name) for name in plain[1:])
+                return [StateRewritten(request_ids=written, is_complete=True)]
+
+    def show(self, effect: CoreEffect) -> str:
+        match effect:
+            case Tell():
+                return f"tell {self.names[effect.stream]} {_message(effect.message)}"
+            case SendCommand():
+                kind = {ReserveJob: "reserve", PrefillJob: "prefill", AbortJob: "abort", ReleaseJob: "release"}
+                return f"send {effect.worker_id} #{effect.number} {kind[type(effect.body)]} {effect.key}"
+            case PersistRecord(stored=stored, step=step):
+                return f"persist {stored.request_id}/{stored.attempt} {step.value} ({stored.state.value})"
+            case RewriteRecords():
+                told = [f"{stored.request_id} ({stored.state.value})" for stored in effect.records]
+                return " ".join(["rewrite", *told])
+            case RequestEnded():
+                return f"ended {effect.record.request_id} {effect.record.state.value}"
+            case RequestReleased():
+                after = "" if effect.cancel_release_s is None else f" after {effect.cancel_release_s:g} s"
+                return f"released {effect.request_id}{after}"
+            case WelcomeWorker() | AckEvents() | CloseSession():
+                rest = f" {effect.upto}" if isinstance(effect, AckEvents) else ""
+                rest = f" ({effect.reason})" if isinstance(effect, CloseSession) else rest
+                kind = {WelcomeWorker: "welcome", AckEvents: "ack", CloseSession: "close-session"}[type(effect)]
+                return f"{kind} {self.names[effect.session]}{rest}"
+            case CloseStream():
+                return f"close-stream {self.names[effect.stream]}"
+            case Refused():
+                return f"count {effect.kind}"
+            case Noted():
+                return " ".join(
+                    ["note", effect.what, effect.worker_id or effect.request_id or "", effect.reason]
+                ).strip()
+            case Resign():
+                return f"resign ({effect.reason})"
+
+
+def _message(message: QueuedTold | PlacedTold | OutcomeTold) -> str:
+    match message:
+        case QueuedTold():
+            return f"queued {message.position}"
+        case PlacedTold():
+            return f"placed {message.attempt} {message.prefill_worker} {message.target.worker_id}"
+        case OutcomeTold(outcome=outcome):
+            why = "" if outcome.error is None else f" {outcome.error}"
+            return f"{outcome.state.value}{why}"
+
+
+def _key(text: str) -> RequestKey:
+    request_id, _, attempt = text.partition("/")
+    return RequestKey(RequestId(request_id), Attempt(int(attempt or 1)))
+
+
+def play(text: str) -> str:
+    """The transcript with the effects of now."""
+    runner, out = Runner(), list[str]()
+    is_effects = False
+    for line in text.splitlines():
+        if line.startswith("#"):
+            out.append(line)
+        elif line in ("", SEPARATOR):
+            is_effects = line == SEPARATOR
+        elif not is_effects:
+            out += [line, SEPARATOR, *runner.play(line), ""]
+    return "\n".join(out)
+
+
+def test_there_are_transcripts() -> None:
+    """An empty folder would pass everything."""
+    assert TRANSCRIPTS
+
+
+@pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
+def test_transcript(path: Path) -> None:
+    """The core does what is written, in this order and nothing else."""
+    text = path.read_text()
+
+    assert text == play(text)
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--rewrite"]:
+    for each in TRANSCRIPTS:
+        each.write_text(play(each.read_text()))
