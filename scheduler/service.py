@@ -81,7 +81,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 
     # ---- gateways
 
-    async def Serve(self, request_iterator: AsyncIterator[scheduler_pb2.ServeUp], context: ServeContext) -> None:
+    # A coroutine that reads and writes, not the generator of the stub: no task group around a yield.
+    async def Serve(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request_iterator: AsyncIterator[scheduler_pb2.ServeUp], context: ServeContext
+    ) -> None:
         """One request. The stream ends with its outcome."""
         driver = self._driver or await _refuse_standby(context)
         first = await _first(request_iterator)
@@ -169,7 +172,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 
     # ---- workers
 
-    async def Session(self, request_iterator: AsyncIterator[scheduler_pb2.SessionUp], context: SessionContext) -> None:
+    # A coroutine that reads and writes, not the generator of the stub: no task group around a yield.
+    async def Session(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request_iterator: AsyncIterator[scheduler_pb2.SessionUp], context: SessionContext
+    ) -> None:
         """One worker's connection. Its end ends nothing by itself."""
         driver = self._driver or await _refuse_standby(context)
         first = await _first(request_iterator)
