@@ -143,7 +143,6 @@ async def test_health_and_metrics_of_every_service(cluster: Cluster) -> None:
     scheduler = await cluster.metrics(status.one("scheduler"))
     assert REQUEST_STATES <= scheduler.by("firsttoken_requests", "state").keys()
     assert {"finished", "cancelled", "failed"} <= scheduler.by("firsttoken_requests_total", "outcome").keys()
-    assert scheduler.all("firsttoken_cancel_release_seconds_count")
     for role in ("prefill", "decode"):
         worker = await cluster.metrics(status.one(role))
         assert BLOCK_STATES == worker.by("firsttoken_kv_blocks", "state").keys()
