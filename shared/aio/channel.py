@@ -83,7 +83,8 @@ async def _wait_turn(waiters: deque[asyncio.Future[None]]) -> None:
         await waiter
     except asyncio.CancelledError:
         if waiter.cancelled():
-            waiters.remove(waiter)
+            if waiter in waiters:  # else it was passed over already
+                waiters.remove(waiter)
         else:  # woken and cancelled at once: the turn belongs to the next one, or nobody would take it
             _wake_first(waiters)
         raise

@@ -29,7 +29,7 @@ class stop_when:  # noqa: N801 - used like asyncio.timeout
     def __init__(self, event: asyncio.Event) -> None:
         self._event = event
         self._body: asyncio.Task[Any] | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | asyncio.Handle | None = None
         self._cancelling_before = 0
         self._has_cancelled = False
         self.was_stopped = False
@@ -40,7 +40,8 @@ class stop_when:  # noqa: N801 - used like asyncio.timeout
         self._body = body
         self._cancelling_before = body.cancelling()
         if self._event.is_set():
-            self._cancel_body()
+            # Not at once: a running task that is cancelled keeps that until its next await, also behind this scope.
+            self._watcher = asyncio.get_running_loop().call_soon(self._cancel_body)
         else:
             self._watcher = asyncio.create_task(self._watch(), name=f"stop_when {body.get_name()}")
         return self

@@ -60,6 +60,17 @@ async def test_event_set_before_stops_at_first_await() -> None:
     assert (["start"], True) == (reached, scope.was_stopped)
 
 
+async def test_body_without_a_wait_leaks_nothing() -> None:
+    """The event is set already and the body never waits: what comes behind it is not cancelled."""
+    event = asyncio.Event()
+    event.set()
+    async with stop_when(event) as scope:
+        pass
+    await asyncio.sleep(0)
+
+    assert not scope.was_stopped
+
+
 async def test_body_that_ends_by_itself() -> None:
     """Nothing is cancelled, then or when the event is set later."""
     event = asyncio.Event()
