@@ -8,14 +8,13 @@ import asyncio
 import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
 from grpc import aio
 from structlog.typing import FilteringBoundLogger
 
 from prefill_worker.job import PrefillJob
-from prefill_worker.service import PrefillService
 from shared.aio.backoff import Backoff
 from shared.aio.scope import spawn, stop_when
 from shared.codec.kv import frame_to_wire, held_from_wire, reject_from_wire
@@ -67,6 +66,20 @@ class _Broken(Exception):
     """The stream ended without a word: open it again."""
 
 
+class JobTable(Protocol):
+    """The worker's table, as far as senders need it; see `PrefillService`."""
+
+    def read_began(self, job: PrefillJob) -> None: ...
+
+    def read_returned(self, job: PrefillJob) -> None: ...
+
+    def sent(self, job: PrefillJob) -> None: ...
+
+    def dropped(self, job: PrefillJob) -> None: ...
+
+    def send_failed(self, job: PrefillJob, error: ServingError) -> None: ...
+
+
 class TransferSenders:
     """`start` makes a task a job in `group`, which ends by itself soon after `job.stopped`."""
 
@@ -74,7 +87,7 @@ class TransferSenders:
         self,
         *,
         group: asyncio.TaskGroup,
-        service: PrefillService,
+        service: JobTable,
         introductions: Introductions,
         incarnation: Incarnation,
         memory: KvMemory,
@@ -211,10 +224,18 @@ class TransferSenders:
 class _Stream:
     """What one Push stream has to send and has sent."""
 
-    def __init__(self, held: tuple[FrameRange, ...]) -> None:
+    def __init__(self, held: tuple[FrameRange, ...], num_layers: int) -> None:
         self.held = held
         self.todo: deque[FrameRange] = deque()
-        self.planned_upto = 0  # tokens
+        # Tokens. What is held from the start on in all layers is left out; frames that overlap other ranges go whole.
+        self.planned_upto = max(
+            (
+                there.token_end
+                for there in held
+                if there.token_start == there.layer_start == 0 and there.layer_end == num_layers
+            ),
+            default=0,
+        )
         self.num_sent = 0
         self.acked_upto = 0
         self.is_finished = False
@@ -292,7 +313,7 @@ class _Transfer:
             if first.WhichOneof("message") == "reject":
                 self._raise_reject(first.reject)
             self._num_answers += 1
-            stream = _Stream(held_from_wire(first.held))
+            stream = _Stream(held_from_wire(first.held), self._layout.num_layers)
             async with asyncio.TaskGroup() as group:
                 reader = spawn(group, self._read(call, stream), name=f"acks {self._job.key}")
                 await self._send(call, stream)
