@@ -1,7 +1,6 @@
 """Every route's edges over real sockets: what is refused, how, and that nothing is left behind."""
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -80,41 +79,6 @@ async def test_other_paths_and_methods_get_an_error_body(method: str, path: str,
 
     assert (status, code) == (answer.status, error_of(answer)["code"])
     assert (status == 405) == ("allow" in answer.headers)
-
-
-async def test_a_declared_body_over_the_limit_is_refused_unread() -> None:
-    """413 although not one byte of it was sent."""
-    async with running_gateway(max_body_bytes=2000) as running:
-        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
-        writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 2001\r\n\r\n" % CHAT_PATH.encode())
-        async with asyncio.timeout(10):
-            status_line = await reader.readline()
-        writer.close()
-
-    assert b"413" == status_line.split(b" ")[1]
-
-
-async def test_a_chunked_body_over_the_limit_is_refused_before_its_end() -> None:
-    """413 as soon as the limit is passed; the chunked body never ends."""
-    async with running_gateway(max_body_bytes=2000) as running:
-        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
-        writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % CHAT_PATH.encode())
-        writer.write(b"7d1\r\n" + b" " * 2001 + b"\r\n")
-        async with asyncio.timeout(10):
-            status_line = await reader.readline()
-        writer.close()
-
-    assert b"413" == status_line.split(b" ")[1]
-
-
-async def test_a_body_at_the_limit_is_read() -> None:
-    """The limit itself is allowed."""
-    content = json.dumps(counting(2).body()).encode()
-    padded = content + b" " * (2000 - len(content))
-    async with running_gateway(max_body_bytes=2000) as running:
-        answer = await exchange(running.port, "POST", CHAT_PATH, raw_body=padded)
-
-    assert 200 == answer.status
 
 
 async def test_both_names_of_the_model_are_listed() -> None:

@@ -1,0 +1,144 @@
+"""The scheduler's client against a real gRPC server. Whole requests are in test_session.py."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from gateway.clients.link import LinkBroken
+from gateway.clients.scheduler import ControlEvent, Queued, SchedulerClient, Start
+from gateway.request_id import new_request_id
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Incarnation
+from shared.domain.request import CancelReason, Outcome, RequestSpec
+from shared.domain.sampling import SamplingParams
+from shared.obs.metrics import Metrics
+from shared.process import RealClock
+from shared.rpc.channels import ChannelPool
+from shared.text.chat import ChatMessage, ChatTokenizer
+from tests.support.fake_backend import FakeBackend, running
+from tests.support.script import counting
+
+
+@contextlib.asynccontextmanager
+async def connected(backend: FakeBackend) -> AsyncGenerator[tuple[SchedulerClient, Metrics]]:
+    """A client of a served backend."""
+    metrics, pool = Metrics("gateway", "g"), ChannelPool("")
+
+    async def locate() -> str:
+        return backend.address
+
+    try:
+        async with running(backend):
+            yield (
+                SchedulerClient(
+                    locate=locate, pool=pool, incarnation=Incarnation(9), metrics=metrics, clock=RealClock()
+                ),
+                metrics,
+            )
+    finally:
+        await pool.close()
+        metrics.close()
+
+
+def start() -> Start:
+    """Of a small scripted request."""
+    prompt = ChatTokenizer.scripted().render([ChatMessage(role="user", content=counting(2).message)])
+    spec = RequestSpec(
+        request_id=new_request_id(1), prompt_ids=prompt, max_tokens=3, sampling=SamplingParams(seed=2**64 - 1)
+    )
+    return Start(spec=spec, last_attempt_seen=4, tokens_held=7)
+
+
+async def test_a_start_carries_everything() -> None:
+    """The spec whole, the incarnation, what is held, the highest epoch seen."""
+    backend = FakeBackend()
+    asked = start()
+    async with connected(backend) as (client, _):
+        await client.status(5)
+        stream = await client.serve(asked)
+        assert Queued(position=0) == await stream.read()
+        stream.close()
+
+    (sent,) = backend.only.starts
+    assert asked.spec == backend.only.spec
+    assert (9, 4, 7, 5) == (
+        sent.gateway_incarnation,
+        sent.last_attempt_seen,
+        sent.tokens_held,
+        sent.scheduler_epoch,
+    )
+
+
+async def test_a_cancel_on_the_stream_brings_the_outcome() -> None:
+    """And then the stream has ended, which reads as a broken link."""
+    backend = FakeBackend()
+    backend.may_place.clear()
+    async with connected(backend) as (client, _):
+        stream = await client.serve(start())
+        events: list[ControlEvent] = [await stream.read()]
+        await stream.ask_cancel(CancelReason.DELETE)
+        events.append(await stream.read())
+        with pytest.raises(LinkBroken):
+            await stream.read()
+        stream.close()
+
+    assert isinstance(events[1], Outcome)
+    assert ["delete"] == backend.only.cancel_reasons
+
+
+async def test_an_older_scheduler_is_not_listened_to() -> None:
+    """Less than the highest epoch seen is refused and counted."""
+    backend = FakeBackend()
+    async with connected(backend) as (client, metrics):
+        await client.status(5)
+        backend.epoch = 4
+        with pytest.raises(LinkBroken):
+            await client.status(5)
+        stream = await client.serve(start())
+        with pytest.raises(LinkBroken):
+            await stream.read()
+        stream.close()
+        page = metrics.render().decode()
+
+    assert 'firsttoken_refused_total{kind="stale_epoch"} 2.0' in page
+    assert 5 == client.epoch
+
+
+async def test_a_refusal_keeps_its_words() -> None:
+    """Code, message, param, time to wait."""
+    backend = FakeBackend()
+    backend.refusal = ServingError(ErrorCode.NEVER_FITS, "needs more", param="max_tokens")
+    async with connected(backend) as (client, _):
+        stream = await client.serve(start())
+        with pytest.raises(ServingError) as caught:
+            await stream.read()
+        stream.close()
+
+    assert backend.refusal == caught.value
+
+
+async def test_nobody_there_is_a_broken_link() -> None:
+    """For each kind of call, in a bounded time."""
+    backend = FakeBackend()
+    async with connected(backend) as (client, _):
+        backend.address = "127.0.0.1:9"
+        async with asyncio.timeout(10):
+            with pytest.raises(LinkBroken):
+                await client.status(5)
+            with pytest.raises(LinkBroken):
+                await client.cancel(new_request_id(1), CancelReason.DELETE)
+            with pytest.raises(LinkBroken):
+                await (await client.serve(start())).read()
+
+
+async def test_status_is_told_whole() -> None:
+    """In the domain's words."""
+    backend = FakeBackend()
+    async with connected(backend) as (client, _):
+        status = await client.status(5)
+
+    assert ["scheduler", "prefill", "decode"] == [service.role for service in status.services]
+    assert (2, {"decoding": 1}, {"decode": {"free": 9}}) == (status.queue, status.requests, status.blocks)
+    assert (True, 0, 10_000) == (status.is_redis_ready, status.unreleased, status.max_request_tokens)

@@ -1,0 +1,187 @@
+"""A subscription's memory: what came, and what the present call must still be told. The streams are in test_session.py."""
+
+from gateway.clients.tokens import (
+    MAX_UNTAKEN_TOKENS,
+    AttachRefused,
+    SequenceEnded,
+    TokensArrived,
+    TokenStream,
+    TokenSubscription,
+)
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId
+from shared.domain.request import FinishReason
+from shared.wire import common_pb2, decode_pb2
+
+KEY = RequestKey(RequestId("R"), Attempt(1))
+WIRE_KEY = common_pb2.RequestKey(request_id="R", attempt=1)
+
+
+class SilentStream(TokenStream):
+    """Remembers that it was woken."""
+
+    def __init__(self) -> None:
+        self.num_wakes = 0
+
+    def wake(self) -> None:
+        """One more."""
+        self.num_wakes += 1
+
+
+def subscription(from_index: int = 1) -> TokenSubscription:
+    """One that no stream reads."""
+    return TokenSubscription(SilentStream(), KEY, b"ticket", from_index)
+
+
+def tokens(first_index: int, *ids: int, end: int | None = None, cached: int = 0) -> decode_pb2.SequenceTokens:
+    """A message of decode's."""
+    message = decode_pb2.SequenceTokens(key=WIRE_KEY, first_index=first_index, ids=ids, cached_tokens=cached)
+    if end is not None:
+        message.end.CopyFrom(decode_pb2.End(index=end, reason=common_pb2.FINISH_REASON_LENGTH))
+    return message
+
+
+def arrived(*ids: int, cached: int = 0) -> TokensArrived:
+    """What a reader gets."""
+    return TokensArrived(ids=tuple(map(TokenId, ids)), cached_tokens=cached)
+
+
+def told(subject: TokenSubscription) -> list[str]:
+    """Kinds and numbers of what is still to be told."""
+    words: list[str] = []
+    for message in subject.untold():
+        match message.WhichOneof("message"):
+            case "attach":
+                words.append(f"attach {message.attach.from_index}")
+            case "ack":
+                words.append(f"ack {message.ack.index}")
+            case "finish":
+                words.append(f"finish {message.finish.index}")
+            case other:
+                words.append(str(other))
+    return words
+
+
+async def test_tokens_come_once_and_in_order() -> None:
+    """What was sent again is dropped, also where it overlaps with something new."""
+    subject = subscription()
+    subject.receive(tokens(1, 10, 11, cached=16))
+    subject.receive(tokens(1, 10, 11))
+    subject.receive(tokens(2, 11, 12))
+
+    assert arrived(10, 11, cached=16) == await subject.get()
+    assert arrived(12) == await subject.get()
+    assert 4 == subject.next_index
+
+
+async def test_a_gap_is_asked_for_again() -> None:
+    """Nothing beyond it is taken."""
+    subject = subscription()
+    assert ["attach 1"] == told(subject)
+    subject.receive(tokens(1, 10))
+    subject.receive(tokens(3, 12))
+
+    assert ["attach 2"] == told(subject)
+    assert 2 == subject.next_index
+
+
+async def test_the_end_comes_after_the_last_token() -> None:
+    """In the same message, or alone when the tokens were there before."""
+    together, alone = subscription(), subscription()
+    together.receive(tokens(1, 10, end=1))
+    alone.receive(tokens(1, 10))
+    alone.receive(tokens(1, 10, end=1))
+
+    for subject in (together, alone):
+        assert arrived(10) == await subject.get()
+        assert SequenceEnded(index=1, reason=FinishReason.LENGTH) == await subject.get()
+
+
+async def test_only_the_newest_acknowledgement_is_told() -> None:
+    """However many there were; an older one is no news."""
+    subject = subscription()
+    told(subject)
+    subject.receive(tokens(1, *range(5)))
+    for index in (1, 3, 2):
+        subject.ack(index)
+
+    assert ["ack 3"] == told(subject)
+    assert [] == told(subject)
+
+
+async def test_a_new_call_is_told_everything_again() -> None:
+    """From the next wanted token on; what was acknowledged stays acknowledged."""
+    subject = subscription()
+    subject.receive(tokens(1, 10, 11, 12))
+    subject.ack(2)
+    told(subject)
+    subject.forget_told()
+
+    assert ["attach 4", "ack 2"] == told(subject)
+
+
+async def test_the_last_acknowledgement_survives_a_broken_call() -> None:
+    """After the end decode still waits for it."""
+    subject = subscription()
+    subject.receive(tokens(1, 10, end=1))
+    told(subject)
+    subject.forget_told()
+    subject.ack(1)
+
+    assert ["attach 2", "ack 1"] == told(subject)
+
+
+async def test_finish_takes_the_place_of_acknowledgements_and_is_repeated() -> None:
+    """And nothing that comes later is taken."""
+    subject = subscription()
+    told(subject)
+    subject.receive(tokens(1, 10, 11))
+    subject.finish(2, FinishReason.STOP)
+    subject.receive(tokens(3, 12))
+    subject.ack(1)
+
+    assert ["finish 2"] == told(subject)
+    assert 3 == subject.next_index
+    subject.forget_told()
+    assert ["attach 3", "finish 2"] == told(subject)
+
+
+async def test_a_refused_subscription_says_no_more() -> None:
+    """Neither to the reader nor to decode."""
+    subject = subscription()
+    error = ServingError(ErrorCode.REQUEST_NOT_FOUND, "no such attempt")
+    subject.refuse(error)
+    subject.refuse(error)
+    subject.receive(tokens(1, 10))
+    subject.forget_told()
+
+    assert AttachRefused(error=error) == await subject.get()
+    assert [] == told(subject)
+    assert 1 == subject.next_index
+
+
+async def test_the_outcome_can_conclude_it() -> None:
+    """Behind what has come; an end that was there stays the only one."""
+    subject = subscription()
+    subject.receive(tokens(1, 10))
+    subject.conclude(FinishReason.STOP)
+    subject.conclude(FinishReason.LENGTH)
+
+    assert arrived(10) == await subject.get()
+    assert SequenceEnded(index=1, reason=FinishReason.STOP) == await subject.get()
+
+
+async def test_a_peer_without_a_bound_is_cut_off() -> None:
+    """Far more untaken tokens than any outbox has."""
+    subject = subscription()
+    subject.receive(tokens(1, *range(MAX_UNTAKEN_TOKENS + 1)))
+
+    assert isinstance(await subject.get(), TokensArrived)
+    assert isinstance(await subject.get(), AttachRefused)
+
+
+async def test_a_later_start_counts_what_was_held_as_acknowledged() -> None:
+    """Tokens that another stream brought."""
+    subject = subscription(from_index=5)
+
+    assert ["attach 5", "ack 4"] == told(subject)

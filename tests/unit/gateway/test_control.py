@@ -1,0 +1,215 @@
+"""A request's line to the scheduler, with a scheduler that the test plays."""
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from gateway.clients.link import LinkBroken
+from gateway.clients.scheduler import ControlEvent, ControlStream, Placed, Queued, SchedulerClient, Start
+from gateway.control import ControlLine
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Attempt, Incarnation, RequestId, TokenId, WorkerId
+from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, RequestState
+from shared.domain.sampling import SamplingParams
+from shared.process import RealClock
+
+SPEC = RequestSpec(request_id=RequestId("R"), prompt_ids=(TokenId(1),), max_tokens=4, sampling=SamplingParams(seed=1))
+QUEUED = Queued(position=0)
+PLACED = Placed(
+    attempt=Attempt(1),
+    decode_worker=WorkerId("d"),
+    decode_address="127.0.0.1:1",
+    decode_incarnation=Incarnation(1),
+    attach_ticket=b"t",
+    prefill_worker=WorkerId("p"),
+)
+FINISHED = Outcome(state=RequestState.FINISHED, finish_reason=FinishReason.STOP)
+BROKEN = LinkBroken("test")
+WAIT = object()
+
+Step = ControlEvent | Exception | object
+
+
+class FakeStream:
+    """Plays its steps: an event is read, an exception raised, WAIT waits for a cancel."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        self._steps = steps
+        self.cancels: list[CancelReason] = []
+        self.is_closed = False
+        self._cancelled = asyncio.Event()
+
+    async def read(self) -> ControlEvent:
+        """The next step."""
+        step = self._steps.pop(0)
+        if step is WAIT:
+            await self._cancelled.wait()
+            return await self.read()
+        if isinstance(step, Exception):
+            raise step
+        return cast("ControlEvent", step)
+
+    async def ask_cancel(self, reason: CancelReason) -> None:
+        """Remembered."""
+        self.cancels.append(reason)
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """Remembered."""
+        self.is_closed = True
+
+
+class FakeScheduler:
+    """Each dial gives the next stream, or raises."""
+
+    def __init__(self, *dials: list[Step] | Exception) -> None:
+        self._dials = list(dials)
+        self.starts: list[Start] = []
+        self.streams: list[FakeStream] = []
+
+    async def serve(self, start: Start) -> ControlStream:
+        """The last entry is repeated."""
+        self.starts.append(start)
+        dial = self._dials.pop(0) if len(self._dials) > 1 else self._dials[0]
+        if isinstance(dial, Exception):
+            raise dial
+        self.streams.append(FakeStream(dial))
+        return cast("ControlStream", self.streams[-1])
+
+
+def line(
+    scheduler: FakeScheduler,
+    *,
+    progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    on_queued: Callable[[Queued], None] = lambda _queued: None,
+    on_placed: Callable[[Placed], None] = lambda _placed: None,
+) -> ControlLine:
+    """A line to it."""
+    return ControlLine(
+        scheduler=cast("SchedulerClient", scheduler),
+        clock=RealClock(),
+        progress=progress,
+        on_queued=on_queued,
+        on_placed=on_placed,
+    )
+
+
+async def test_events_arrive_in_order_and_the_outcome_ends_it() -> None:
+    """And the stream is closed."""
+    seen: list[ControlEvent] = []
+    scheduler = FakeScheduler([QUEUED, Queued(position=2), PLACED, FINISHED])
+
+    outcome = await line(scheduler, on_queued=seen.append, on_placed=seen.append).run(SPEC)
+
+    assert FINISHED == outcome
+    assert [QUEUED, Queued(position=2), PLACED] == seen
+    assert scheduler.streams[0].is_closed
+
+
+async def test_a_broken_stream_is_dialled_again_with_what_is_known() -> None:
+    """Attempt and tokens held go with the new Start."""
+    scheduler = FakeScheduler([QUEUED, PLACED, BROKEN], BROKEN, [PLACED, FINISHED])
+    told = iter([(0, 0), (1, 7), (1, 9)])
+
+    outcome = await line(scheduler, progress=lambda: next(told)).run(SPEC)
+
+    assert FINISHED == outcome
+    assert [(0, 0), (1, 7), (1, 9)] == [(start.last_attempt_seen, start.tokens_held) for start in scheduler.starts]
+    assert all(stream.is_closed for stream in scheduler.streams)
+
+
+async def test_a_refusal_is_final() -> None:
+    """Words of the scheduler's are not asked for twice."""
+    refusal = ServingError(ErrorCode.OVERLOADED, "full")
+    scheduler = FakeScheduler([refusal])
+
+    with pytest.raises(ServingError) as caught:
+        await line(scheduler).run(SPEC)
+
+    assert refusal is caught.value
+    assert 1 == len(scheduler.starts)
+
+
+async def test_without_a_scheduler_it_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what the broken link says; not before several tries."""
+    monkeypatch.setattr("gateway.control.ADMISSION_WAIT_S", 0.4)
+    told = ServingError(ErrorCode.STATE_UNAVAILABLE, "nobody knows where it is")
+    scheduler = FakeScheduler(LinkBroken("test", told))
+
+    with pytest.raises(ServingError) as caught:
+        await line(scheduler).run(SPEC)
+
+    assert told is caught.value
+    assert len(scheduler.starts) > 1
+
+
+async def test_after_admission_the_grace_bounds_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that stays away ends the request, although the admission wait is long over or far away."""
+    monkeypatch.setattr("gateway.control.GRACE_S", 0.3)
+    scheduler = FakeScheduler([QUEUED, PLACED, BROKEN], BROKEN)
+
+    with pytest.raises(ServingError) as caught:
+        async with asyncio.timeout(5):
+            await line(scheduler).run(SPEC)
+
+    assert ErrorCode.NO_CAPACITY == caught.value.code
+
+
+async def test_a_cancel_is_told_at_once_and_only_once() -> None:
+    """The first reason stands."""
+    cancelled = Outcome(state=RequestState.CANCELLED, error=ServingError(ErrorCode.CANCELLED, "cancelled"))
+    scheduler = FakeScheduler([QUEUED, WAIT, cancelled])
+    admitted = asyncio.Event()
+    control = line(scheduler, on_queued=lambda _queued: admitted.set())
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        running = group.create_task(control.run(SPEC))
+        await admitted.wait()
+        await control.ask_cancel(CancelReason.DISCONNECT)
+        await control.ask_cancel(CancelReason.SHUTDOWN)
+
+    assert cancelled == running.result()
+    assert [CancelReason.DISCONNECT] == scheduler.streams[0].cancels
+
+
+async def test_a_cancel_without_an_outcome_is_repeated_on_the_next_stream() -> None:
+    """The stream that heard it broke."""
+    cancelled = Outcome(state=RequestState.CANCELLED, error=ServingError(ErrorCode.CANCELLED, "cancelled"))
+    scheduler = FakeScheduler([QUEUED, WAIT, BROKEN], [cancelled])
+    admitted = asyncio.Event()
+    control = line(scheduler, on_queued=lambda _queued: admitted.set())
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        running = group.create_task(control.run(SPEC))
+        await admitted.wait()
+        await control.ask_cancel(CancelReason.DELETE)
+
+    assert cancelled == running.result()
+    assert [[CancelReason.DELETE], [CancelReason.DELETE]] == [stream.cancels for stream in scheduler.streams]
+
+
+async def test_a_cancel_before_any_scheduler_was_there_ends_it_at_once() -> None:
+    """Nobody knows the request, so nobody needs to be told."""
+    scheduler = FakeScheduler(BROKEN)
+    control = line(scheduler)
+    await control.ask_cancel(CancelReason.DISCONNECT)
+
+    with pytest.raises(ServingError) as caught:
+        async with asyncio.timeout(5):
+            await control.run(SPEC)
+
+    assert ErrorCode.CANCELLED == caught.value.code
+    assert not control.is_known
+
+
+async def test_the_largest_pool_is_asked_for_until_someone_answers() -> None:
+    """Within the admission's wait."""
+    answers: list[int | LinkBroken] = [BROKEN, BROKEN, 99]
+
+    async def ask() -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, LinkBroken):
+            raise answer
+        return answer
+
+    assert 99 == await line(FakeScheduler(BROKEN)).max_request_tokens(ask)
