@@ -37,7 +37,8 @@ async def test_a_whole_answer_is_read() -> None:
     assert answer.usage is not None
     assert (script.num_prompt_tokens, 13) == (answer.usage.prompt_tokens, answer.usage.completion_tokens)
     assert ("chat.completion", "scripted") == (answer.object, answer.model)
-    assert f"chatcmpl-{answer._request_id}" == answer.id
+    (request_id,) = running.backend.requests
+    assert f"chatcmpl-{request_id}" == answer.id
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
