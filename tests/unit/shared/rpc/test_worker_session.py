@@ -1,0 +1,249 @@
+"""The worker's session against a scheduler that does what each test says."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+import pytest
+from grpc import aio
+
+from shared.aio.backoff import Backoff
+from shared.aio.scope import spawn
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Epoch, Incarnation, WorkerId
+from shared.domain.request import Role
+from shared.obs.logs import get_logger
+from shared.obs.metrics import Metrics
+from shared.process import RealClock
+from shared.rpc import worker_session
+from shared.rpc.channels import ChannelPool
+from shared.rpc.server import serve
+from shared.rpc.worker_session import WorkerIdentity, WorkerSession
+from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+
+_Context: TypeAlias = "aio.ServicerContext[scheduler_pb2.SessionUp, scheduler_pb2.SessionDown]"
+Down = scheduler_pb2.SessionDown
+
+
+class Handler:
+    """A table that only counts commands."""
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[int, int]] = []
+
+    def handle_command(self, command: scheduler_pb2.Command, epoch: Epoch) -> None:
+        """Number and epoch."""
+        self.commands.append((command.number, epoch))
+
+    def inventory(self) -> scheduler_pb2.Inventory:
+        """One entry."""
+        return scheduler_pb2.Inventory(entries=[scheduler_pb2.InventoryEntry(sequence_state="running")])
+
+    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+        """One free block."""
+        return scheduler_pb2.Heartbeat(blocks={"free": 1})
+
+
+class Scripted(scheduler_pb2_grpc.SchedulerServicer):
+    """Sends the messages of `scripts` down, one list a session; then listens until told to hang up."""
+
+    def __init__(self) -> None:
+        self.scripts: list[list[Down]] = []
+        self.sessions: list[list[scheduler_pb2.SessionUp]] = []
+        self.changed = asyncio.Condition()
+
+    async def Session(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, _request_iterator: object, context: _Context
+    ) -> None:
+        """One session."""
+        heard: list[scheduler_pb2.SessionUp] = []
+        script = self.scripts.pop(0) if self.scripts else [welcome()]
+        self.sessions.append(heard)
+        for down in script:
+            await context.write(down)
+        while (up := await context.read()) is not aio.EOF:
+            async with self.changed:
+                heard.append(up)
+                self.changed.notify_all()
+
+    async def until(self, is_met: Callable[[], bool]) -> None:
+        """Asks after every message."""
+        async with asyncio.timeout(5), self.changed:
+            await self.changed.wait_for(is_met)
+
+    def heard(self, session: int) -> list[scheduler_pb2.SessionUp]:
+        """So far; nothing before it has begun."""
+        return self.sessions[session] if session < len(self.sessions) else []
+
+    def kinds(self, session: int) -> list[str]:
+        """What was heard in it, in order."""
+        return [up.WhichOneof("message") or "" for up in self.heard(session)]
+
+
+def welcome(epoch: int = 4) -> Down:
+    """The first message down."""
+    return Down(scheduler_epoch=epoch, welcome=scheduler_pb2.Welcome())
+
+
+def command(number: int, epoch: int = 4) -> Down:
+    """An Abort."""
+    return Down(scheduler_epoch=epoch, command=scheduler_pb2.Command(number=number, abort=scheduler_pb2.Abort()))
+
+
+def ack(upto: int) -> Down:
+    """Events up to here."""
+    return Down(scheduler_epoch=4, ack=scheduler_pb2.EventAck(upto=upto))
+
+
+def event() -> scheduler_pb2.WorkerEvent:
+    """Any."""
+    return scheduler_pb2.WorkerEvent(released=scheduler_pb2.Released())
+
+
+class Bench:
+    """A session that runs against a scripted scheduler."""
+
+    def __init__(self, scheduler: Scripted, session: WorkerSession, handler: Handler, metrics: Metrics) -> None:
+        self.scheduler = scheduler
+        self.session = session
+        self.handler = handler
+        self.metrics = metrics
+
+
+@asynccontextmanager
+async def bench(*scripts: list[Down], num_events: int = 0, unknown_addresses: int = 0) -> AsyncGenerator[Bench]:
+    """`num_events` are posted before the first dial; so many look-ups find no scheduler first."""
+    scheduler = Scripted()  # pyright: ignore[reportAbstractUsage] - workers call Session alone
+    scheduler.scripts = list(scripts)
+    handler, metrics, channels = Handler(), Metrics("decode", "decode-0"), ChannelPool("")
+    unknown = unknown_addresses
+
+    def add(server: aio.Server) -> None:
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(scheduler, server)
+
+    async with serve(add, host="127.0.0.1", port=0, token="", services=()) as server, asyncio.TaskGroup() as group:
+
+        async def locate() -> str:
+            nonlocal unknown
+            if unknown:
+                unknown -= 1
+                raise ServingError(ErrorCode.STATE_UNAVAILABLE, "no scheduler is known")
+            return server.address
+
+        session = WorkerSession(
+            identity=WorkerIdentity(
+                role=Role.DECODE,
+                worker_id=WorkerId("decode-0"),
+                incarnation=Incarnation(2**64 - 1),
+                address="host:1",
+                admin_url="http://host:2",
+                pid=42,
+                layout=common_pb2.KvLayout(block_size=16),
+                num_blocks=10,
+                max_sequences=3,
+            ),
+            handler=handler,
+            locate=locate,
+            channel_for=channels.get,
+            backoff=Backoff(initial_s=0.01, max_s=0.01, random=lambda: 0.0),
+            clock=RealClock(),
+            metrics=metrics,
+            log=get_logger("test"),
+        )
+        for _ in range(num_events):
+            session.post(event())
+        task = spawn(group, session.run(), name="session")
+        yield Bench(scheduler, session, handler, metrics)
+        task.cancel()
+    await channels.close()
+    metrics.close()
+
+
+async def test_hello_events_inventory_heartbeat_in_that_order() -> None:
+    """What the scheduler must know first comes first; the hello says who we are."""
+    async with bench(num_events=2) as b:
+        await b.scheduler.until(lambda: len(b.scheduler.heard(0)) >= 5)
+
+        assert b.scheduler.kinds(0)[:5] == ["hello", "event", "event", "inventory", "heartbeat"]
+        hello = b.scheduler.heard(0)[0].hello
+        assert (hello.worker_id, hello.role, hello.pid, hello.num_blocks) == (
+            "decode-0",
+            common_pb2.ROLE_DECODE,
+            42,
+            10,
+        )
+        assert hello.incarnation == 2**64 - 1
+        assert [up.event.number for up in b.scheduler.heard(0)[1:3]] == [1, 2]
+        assert b.session.is_established
+
+
+async def test_acknowledged_events_are_forgotten_and_the_others_told_again() -> None:
+    """Numbers go on over sessions; an acknowledgement beyond what was posted is no reason to forget the next event."""
+    async with bench([welcome(), ack(1), welcome(3)], [welcome(), ack(99)], num_events=2) as b:
+        await b.scheduler.until(lambda: len(b.scheduler.sessions) == 2 and len(b.scheduler.heard(1)) >= 3)
+        assert [up.event.number for up in b.scheduler.heard(1) if up.HasField("event")] == [2]
+        b.session.post(event())
+        await b.scheduler.until(lambda: "event" in b.scheduler.kinds(1)[2:])
+
+        assert b.scheduler.heard(1)[-1].event.number == 3
+
+
+async def test_commands_are_handed_on_and_seen_in_the_next_heartbeat() -> None:
+    """With the epoch that they came under; a heartbeat is as of the last command applied."""
+    async with bench([welcome(), command(1), command(2, epoch=9)]) as b:
+        b.session.heartbeat_soon()
+        await b.scheduler.until(lambda: any(up.heartbeat.commands_seen == 2 for up in b.scheduler.heard(0)))
+
+        assert b.handler.commands == [(1, 4), (2, 9)]
+        assert b.session.highest_epoch == 9
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [welcome(), command(1, epoch=9), command(2, epoch=8)],
+        [command(1)],
+        [],
+    ],
+    ids=["older epoch", "no welcome first", "silence"],
+)
+async def test_a_scheduler_that_breaks_the_rules_is_left(script: list[Down], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session ends and the next is dialled; nothing that came after the breach was applied."""
+    monkeypatch.setattr(worker_session, "WELCOME_TIMEOUT_S", 0.1)
+    async with bench(script, [welcome(20)]) as b:
+        await b.scheduler.until(lambda: len(b.scheduler.sessions) == 2 and len(b.scheduler.heard(1)) >= 3)
+
+        assert b.handler.commands == ([(1, 9)] if len(script) == 3 else [])
+        assert b.scheduler.heard(1)[0].hello.scheduler_epoch == max(
+            (down.scheduler_epoch for down in script), default=0
+        )
+
+
+async def test_one_that_never_acknowledges_gets_no_more_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events are bounded: a scheduler that commands without acknowledging is left before its command is applied."""
+    monkeypatch.setattr(worker_session, "MAX_UNACKNOWLEDGED_EVENTS", 2)
+    async with bench([welcome(), command(1)], num_events=2) as b:
+        await b.scheduler.until(lambda: len(b.scheduler.sessions) == 2 and len(b.scheduler.heard(1)) >= 1)
+
+        assert b.handler.commands == []
+        assert b.session.num_unacknowledged == 2
+
+
+async def test_heartbeats_come_at_once_when_asked_and_say_when_draining() -> None:
+    """Capacity that grew, or the wish to drain, does not wait for the next second."""
+    async with bench() as b:
+        await b.scheduler.until(lambda: "heartbeat" in b.scheduler.kinds(0))
+        async with asyncio.timeout(0.9):
+            b.session.drain()
+            await b.scheduler.until(lambda: any(up.heartbeat.draining for up in b.scheduler.heard(0)))
+
+        assert b.scheduler.heard(0)[-1].heartbeat.blocks["free"] == 1
+
+
+async def test_a_scheduler_that_cannot_be_found_is_looked_for_again() -> None:
+    """Redis away, or no lease yet: no reason to end."""
+    async with bench(unknown_addresses=3) as b:
+        await b.scheduler.until(lambda: bool(b.scheduler.sessions) and bool(b.scheduler.heard(0)))
+
+        assert b.scheduler.kinds(0)[0] == "hello"
