@@ -189,7 +189,10 @@ async def test_one_request_goes_through_all_states(line: Line) -> None:
         await line.decode.report(key, kv_committed=scheduler_pb2.KvCommitted())
         await line.until(RequestState.DECODING)
         number = await line.decode.report(
-            key, sequence_done=scheduler_pb2.SequenceDone(finish_reason=common_pb2.FINISH_REASON_LENGTH, completion_tokens=10)
+            key,
+            sequence_done=scheduler_pb2.SequenceDone(
+                finish_reason=common_pb2.FINISH_REASON_LENGTH, completion_tokens=10
+            ),
         )
         outcome = (await gateway.expect("outcome")).outcome
         assert (scheduler_pb2.OUTCOME_KIND_FINISHED, 2) == (outcome.kind, outcome.finish_reason)
