@@ -1,0 +1,141 @@
+"""The scheduler's main on a real store: lease, orphans, three writes, marks, drain."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from scheduler.__main__ import Replaced, main
+from scheduler.config import SchedulerConfig
+from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId
+from shared.domain.request import CancelReason, RequestState, StoredRequest
+from shared.process import Process, RealClock
+from shared.rpc.channels import ChannelPool
+from shared.state.cancellation import Cancellations
+from shared.state.client import StateClient
+from shared.state.embedded import EmbeddedValkey
+from shared.state.keys import EPOCH, LEASE
+from shared.state.leadership import Leadership, SchedulerLocation
+from shared.state.requests import RequestStore
+from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from tests.support.scheduler_peers import ANSWER_S, FakeGateway, FakeWorker, make_spec, serve_stream, worker_session
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Generator[EmbeddedValkey]:
+    """A store of this test's own."""
+    server = EmbeddedValkey(0, tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def client(valkey: EmbeddedValkey) -> AsyncGenerator[StateClient]:
+    """A second look at the same store."""
+    client = StateClient(valkey.url)
+    yield client
+    await client.close()
+
+
+@asynccontextmanager
+async def running(
+    valkey: EmbeddedValkey, client: StateClient
+) -> AsyncGenerator[tuple[Process, str, asyncio.Task[None]]]:
+    """A scheduler that is active; stopped by its signal at the end, unless it has ended."""
+    process = Process("scheduler", "scheduler", RealClock())
+    config = SchedulerConfig(port=0, redis_url=valkey.url, lease_absent_s=0.0, drain_timeout_s=5.0)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(main(process, config))
+        async with asyncio.timeout(10.0):
+            while not process.readiness.is_ready:
+                await asyncio.sleep(0.01)
+        location = await Leadership(client, RealClock()).find()
+        assert isinstance(location, SchedulerLocation)
+        yield process, location.address, task
+        process.stopping.set()
+    process.metrics.close()
+
+
+@asynccontextmanager
+async def peers(address: str) -> AsyncGenerator[tuple[grpc.aio.Channel, FakeWorker, FakeWorker]]:
+    """One worker of each role."""
+    pool = ChannelPool("")
+    channel = pool.get(address)
+    try:
+        async with worker_session(channel, "prefill") as prefill, worker_session(channel, "decode") as decode:
+            yield channel, prefill, decode
+    finally:
+        await pool.close()
+
+
+async def admitted(gateway: FakeGateway) -> None:
+    """Waits for Queued."""
+    await gateway.expect("queued")
+
+
+async def started(channel: grpc.aio.Channel, prefill: FakeWorker, decode: FakeWorker) -> None:
+    """Waits until both are ready."""
+    stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+    async with asyncio.timeout(ANSWER_S):
+        while sum(each.ready for each in (await stub.Status(scheduler_pb2.StatusRequest())).services) < 3:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_request_leaves_its_outcome_and_no_live_record(valkey: EmbeddedValkey, client: StateClient) -> None:
+    """Orphans of an earlier epoch are finished at the start; a drained scheduler gives its lease back."""
+    store = RequestStore(client)
+    orphan = StoredRequest(
+        request_id=RequestId("orphan"),
+        state=RequestState.DECODING,
+        attempt=Attempt(1),
+        epoch=Epoch(7),
+        gateway_incarnation=Incarnation(1),
+        admitted_unix_ms=1,
+        seed=1,
+    )
+    await store.admit(orphan)
+    async with running(valkey, client) as (_, address, _), peers(address) as (channel, prefill, decode):
+        assert [] == await store.load_live()
+        await started(channel, prefill, decode)
+        async with serve_stream(channel, make_spec()) as gateway:
+            await admitted(gateway)
+            key = await decode.reserve()
+            await prefill.command()
+            await gateway.expect("placed")
+            assert [RequestState.PLACING] == [each.state for each in await store.load_live()]
+            done = scheduler_pb2.SequenceDone(finish_reason=common_pb2.FINISH_REASON_STOP, completion_tokens=4)
+            number = await decode.report(key, sequence_done=done)
+            await gateway.expect("outcome")
+            await decode.release("release", blocks_freed=0)
+            await decode.wait_acked(number)
+        stored = await store.load(RequestId("r1"))
+        assert stored is not None
+        assert (RequestState.FINISHED, 4) == (stored.state, stored.completion_tokens)
+    assert 0 == await client.call("EXISTS", LEASE)
+
+
+async def test_a_mark_in_redis_cancels(valkey: EmbeddedValkey, client: StateClient) -> None:
+    """A DELETE on a gateway that does not reach the scheduler."""
+    async with running(valkey, client) as (_, address, _), peers(address) as (channel, prefill, decode):
+        await started(channel, prefill, decode)
+        async with serve_stream(channel, make_spec()) as gateway:
+            await admitted(gateway)
+            await decode.reserve()
+            await gateway.expect("placed")
+            await Cancellations(client).mark(RequestId("r1"), CancelReason.DELETE)
+            outcome = (await gateway.expect("outcome")).outcome
+            assert scheduler_pb2.OUTCOME_KIND_CANCELLED == outcome.kind
+
+
+async def test_a_replaced_scheduler_ends(valkey: EmbeddedValkey, client: StateClient) -> None:
+    """Another one took the lease: exit code 1, by an exception that says so."""
+    with pytest.RaisesGroup(Replaced, flatten_subgroups=True):
+        async with running(valkey, client) as (_, _, task):
+            await client.call("HSET", LEASE, "holder", "1", "address", "elsewhere:1", "epoch", "99")
+            await client.call("SET", EPOCH, "9999999999999999")
+            await task
