@@ -45,7 +45,10 @@ async def test_a_child_is_out_of_reach_of_the_terminal(tmp_path: Path) -> None:
 
 async def test_terminate_asks(tmp_path: Path) -> None:
     """SIGTERM, which a service answers with a drain."""
-    code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('up', flush=True); signal.pause()"
+    code = (
+        "import signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+        "print('up', flush=True); signal.sigwait({signal.SIGTERM}); sys.exit(7)"
+    )
     log = tmp_path / "log"
     child = await Child.start(python_child(code), log)
     async with asyncio.timeout(10):

@@ -15,7 +15,11 @@ from cli.run_folder import RunFolder
 from cli.supervisor import Supervisor
 from shared.aio import scope
 
-WAITS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: (print(ID, 'stopped', flush=True), sys.exit(0))); print(ID, 'up', flush=True); signal.pause()"
+# Blocked and waited for: a handler and `pause` would miss a signal that comes between the two.
+WAITS = (
+    "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+    "print(ID, 'up', flush=True); signal.sigwait({signal.SIGTERM})"
+)
 IGNORES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(ID, 'up', flush=True)\nwhile True: signal.pause()"
 
 
@@ -75,11 +79,9 @@ async def test_drain_goes_stage_by_stage(tmp_path: Path) -> None:
     run = _Run(tmp_path)
     order = tmp_path / "order"
     code = (
-        "import signal, sys, time\n"
-        "def end(*_):\n"
-        "    time.sleep(0.1 if ID == 'gateway-0' else 0)\n"
-        f"    open({str(order)!r}, 'a').write(ID + '\\n'); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, end); print(ID, 'up', flush=True); signal.pause()"
+        f"import time\n{WAITS}\n"
+        "time.sleep(0.1 if ID == 'gateway-0' else 0)\n"
+        f"open({str(order)!r}, 'a').write(ID + '\\n')"
     )
     stages = {"redis": DrainStage.STATE, "decode-0": DrainStage.CORE, "gateway-0": DrainStage.EDGE}
     async with asyncio.TaskGroup() as group:
