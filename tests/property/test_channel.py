@@ -1,13 +1,15 @@
 import asyncio
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.aio.channel import Channel, ChannelClosed
 from shared.aio.scope import cancel_and_wait, spawn
 
-STEPS = st.lists(st.sampled_from(["put", "try_put", "get", "cancel_put", "cancel_get", "settle"]), max_size=60)
+STEPS = st.lists(
+    st.sampled_from(["put", "try_put", "get", "cancel_put", "cancel_get", "settle"]), min_size=20, max_size=80
+)
 
 
 async def play(max_items: int, steps: Sequence[str]) -> tuple[list[int], list[int], int]:
@@ -63,6 +65,7 @@ async def play(max_items: int, steps: Sequence[str]) -> tuple[list[int], list[in
     return put, got, longest
 
 
+@settings(max_examples=300, deadline=None)  # a loaded machine is no failure
 @given(max_items=st.integers(1, 3), steps=STEPS)
 def test_nothing_lost_nothing_doubled(max_items: int, steps: list[str]) -> None:
     """What was put comes out, once each; the bound holds; nobody waits for what is there."""
