@@ -1,7 +1,7 @@
 """The one error table: every code's gRPC status, HTTP status, OpenAI type and code, and whether we retry.
 
-`ServingError` is the only exception that crosses a module boundary on purpose. Everything else is a bug: logged with its
-traceback, shown to a client as `internal_error` and nothing more.
+`ServingError` is the only exception that crosses a module boundary on purpose. Everything else is a bug: logged with
+its traceback, shown to a client as `internal_error` and nothing more.
 """
 
 from dataclasses import dataclass
@@ -92,7 +92,8 @@ ERROR_TABLE: dict[ErrorCode, ErrorRow] = {
 class ServingError(Exception):
     """A failure with a code of the table and a message that is fit for a client.
 
-    Only INVALID_REQUEST, CONTEXT_TOO_LONG and MODEL_NOT_FOUND (at most 64 characters) may carry text that came from a client.
+    Only INVALID_REQUEST, CONTEXT_TOO_LONG and MODEL_NOT_FOUND (at most 64 characters) may carry text that came from a
+    client.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ MAX_TEMPERATURE = 2.0  # OpenAI's bound
 class SamplingParams:
     """Temperature 0 is exactly argmax, ties to the lowest id; top_k 0 and top_p 1 are off.
 
-    Token i of the output is drawn with the random number Philox(key=seed, counter=i), whatever the batch or the attempt.
+    Token i of the output is drawn with the random number Philox(key=seed, counter=i), whatever the batch or attempt.
     Raises ValueError on construction, the message starting with the name of the field.
     """
 
