@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 
+from gateway.canceller import Canceller
 from gateway.clients.scheduler import SchedulerClient
 from gateway.clients.tokens import TokenStreams
 from gateway.config import GatewayConfig
@@ -66,7 +67,7 @@ async def open_gateway(
                     scheduler=scheduler,
                     fleet=fleet,
                     tokens=tokens,
-                    cancellations=cancellations,
+                    canceller=Canceller(scheduler, cancellations),
                     served_model_name=config.served_model_name,
                 )
                 routes = Routes(
@@ -76,7 +77,7 @@ async def open_gateway(
                     executor=executor,
                     config=config,
                 )
-                metrics.active_streams(lambda: sessions.num_open)
+                metrics.active_streams(lambda: sessions.num_streams)
                 yield Gateway(app=make_app(routes), sessions=sessions, fleet=fleet)
                 sessions.close()
                 tokens.close()

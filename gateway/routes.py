@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.answer import Answer
 from gateway.body import read_body
-from gateway.clients.link import LinkBroken
 from gateway.config import GatewayConfig
 from gateway.errors import error_body, error_headers, http_status
 from gateway.intake import DEFAULT_ALIAS, Intake, IntakeReader, accepts_event_stream
@@ -112,29 +111,15 @@ class Routes:
     async def cancel(self, request_id: str) -> Response:
         """DELETE /v1/requests/{id}: 200 when all is released, 202 when some of it is still owed."""
         bare_id = parse_request_id(request_id)
-        answer = None
-        failure: ServingError | None = None
-        try:
-            answer = await self._services.scheduler.cancel(bare_id, CancelReason.DELETE)
-        except LinkBroken as broken:
-            failure = broken.told
-        try:  # for a scheduler that is away now, or before it has acted
-            if self._services.cancellations is not None:
-                await self._services.cancellations.mark(bare_id, CancelReason.DELETE)
-                failure = None
-        except ServingError as error:
-            failure = failure and error
-        if failure is not None:
-            raise failure
-        is_released = answer is not None and answer.is_released
+        answer = await self._services.canceller.cancel(bare_id, CancelReason.DELETE)
         body = {
             "id": COMPLETION_PREFIX + bare_id,
             "object": "request.cancellation",
-            "outcome": answer.state.value if answer is not None and answer.state is not None else None,
-            "released": is_released,
-            "blocks_freed": answer.blocks_freed if answer is not None else 0,
+            "outcome": None if answer.state is None else answer.state.value,
+            "released": answer.is_released,
+            "blocks_freed": answer.blocks_freed,
         }
-        return JSONResponse(body, status_code=200 if is_released else 202)
+        return JSONResponse(body, status_code=200 if answer.is_released else 202)
 
     def _names(self) -> list[str]:
         return list(dict.fromkeys((self._services.served_model_name, DEFAULT_ALIAS)))

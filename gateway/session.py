@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from gateway import sse
 from gateway.answer import ClientLink, Frame, Head
+from gateway.canceller import Canceller
 from gateway.clients.scheduler import Placed, Queued, SchedulerClient
 from gateway.clients.tokens import AttachRefused, SequenceEnded, TokensArrived, TokenStreams, TokenSubscription
 from gateway.control import ControlLine
@@ -31,7 +32,6 @@ from shared.domain.ids import RequestKey
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestState, Usage
 from shared.obs.logs import get_logger
 from shared.obs.metrics import Metrics
-from shared.state.cancellation import Cancellations
 
 # The client has its answer; the record's end follows by one message. Longer means a scheduler that is away.
 _OUTCOME_WAIT_S = 5.0
@@ -52,7 +52,7 @@ class Services:
     scheduler: SchedulerClient
     fleet: FleetView
     tokens: TokenStreams
-    cancellations: Cancellations | None
+    canceller: Canceller
     served_model_name: str
 
 
@@ -90,6 +90,11 @@ class Session:
         self._cancel_asked = asyncio.Event()
         self._outcome: Outcome | None = None
         self._has_outcome = asyncio.Event()
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the client gets its answer bit by bit."""
+        return self._intake.form is not AnswerForm.WHOLE
 
     async def run(self) -> None:
         """To the end, whatever happens; raises nothing but a cancellation."""
@@ -174,11 +179,8 @@ class Session:
             async with asyncio.timeout(_OUTCOME_WAIT_S):
                 await self._has_outcome.wait()
         except TimeoutError:
-            if self._cancel_reason is not None and self._services.cancellations is not None:
-                try:
-                    await self._services.cancellations.mark(self._id, self._cancel_reason)
-                except ServingError as error:
-                    _log.warning("cancel mark not written", request_id=self._id, code=error.code.value)
+            if self._cancel_reason is not None:
+                await self._services.canceller.leave_mark(self._id, self._cancel_reason)
 
     # ---- the answer
 
@@ -207,7 +209,7 @@ class Session:
                     await self._take_tokens(event, subscription)
                 case SequenceEnded():
                     self._num_tokens = event.index
-                    await self._finish(self._intake.detokenizer.flush(), event.reason)
+                    await self._finish([self._intake.detokenizer.flush()], event.reason)
                 case AttachRefused():
                     await asyncio.sleep(_REFUSED_WAIT_S)  # the outcome breaks it off
                     _log.warning("attach refused", request_id=self._id, code=event.error.code.value)
@@ -218,21 +220,23 @@ class Session:
     async def _take_tokens(self, event: TokensArrived, subscription: TokenSubscription) -> None:
         self._journal.mark_first_token()
         self._cached_tokens = self._cached_tokens or event.cached_tokens
-        emission = self._intake.detokenizer.feed(event.ids)
-        if emission.stop_index is not None:
-            self._num_tokens = emission.stop_index
-            subscription.finish(emission.stop_index, FinishReason.STOP)
-            await self._finish(emission.text, FinishReason.STOP)
-            return
-        self._num_tokens += len(event.ids)
-        if self._intake.form is AnswerForm.WHOLE:
-            self._texts.append(emission.text)
-        elif emission.text:
-            await self._put_text(self._stream.delta(emission.text))
+        texts: list[str] = []
+        for token_id in event.ids:  # one delta a token, also where several come at once
+            emission = self._intake.detokenizer.feed((token_id,))
+            texts.append(emission.text)
+            self._num_tokens += 1
+            if emission.stop_index is not None:
+                subscription.finish(self._num_tokens, FinishReason.STOP)
+                await self._finish(texts, FinishReason.STOP)
+                return
+        if not self.is_stream:
+            self._texts += texts
+        elif any(texts):
+            await self._put_text(b"".join(map(self._stream.delta, texts)))
         self._acknowledge()
 
-    async def _finish(self, text: str, reason: FinishReason) -> None:
-        """The last text and the end, as one frame."""
+    async def _finish(self, texts: list[str], reason: FinishReason) -> None:
+        """The last texts and the end, as one frame."""
         usage = Usage(
             prompt_tokens=len(self._intake.prompt_ids),
             completion_tokens=self._num_tokens,
@@ -240,8 +244,8 @@ class Session:
         )
         self._journal.usage = usage
         self._is_answered = True  # from here on nothing breaks it off: it only waits for room
-        if self._intake.form is AnswerForm.WHOLE:
-            self._texts.append(text)
+        if not self.is_stream:
+            self._texts += texts
             body = sse.completion_object(
                 completion_id=COMPLETION_PREFIX + self._id,
                 model=self._services.served_model_name,
@@ -252,7 +256,8 @@ class Session:
             )
             await self._put_whole(200, {}, json.dumps(body).encode())
         else:
-            await self._put_text(self._stream.delta(text) + self._stream.finish(reason, usage), has_text=bool(text))
+            data = b"".join(map(self._stream.delta, texts)) + self._stream.finish(reason, usage)
+            await self._put_text(data, has_text=any(texts))
 
     async def _tell_error(self, error: ServingError) -> None:
         """In the stream where it has started, else as a status."""
@@ -280,7 +285,7 @@ class Session:
 
     def _start_stream(self, position: int) -> None:
         """At admission: the headers and a first comment leave. Later only the position is told."""
-        if self._intake.form is AnswerForm.WHOLE or self.link.out.is_closed:
+        if not self.is_stream or self.link.out.is_closed:
             return
         match self._stream.state:
             case sse.StreamState.NOT_STARTED:
@@ -295,7 +300,7 @@ class Session:
 
     def _on_taken(self, frame: Frame) -> None:
         if frame.has_text:
-            self._journal.mark_first_text_sent(is_stream=self._intake.form is not AnswerForm.WHOLE)
+            self._journal.mark_first_text_sent(is_stream=self.is_stream)
         if frame.token_index is not None:
             self._taken_index = frame.token_index
             self._acknowledge()

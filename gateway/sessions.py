@@ -33,6 +33,11 @@ class Sessions:
         return self._num_open
 
     @property
+    def num_streams(self) -> int:
+        """Event streams among them."""
+        return sum(session.is_stream for session in self._sessions)
+
+    @property
     def is_draining(self) -> bool:
         return self._is_draining
 

@@ -217,9 +217,12 @@ class SchedulerClient:
         now = self._clock.monotonic()
         if self._address is None or now - self._address[1] > _LOCATION_AGE_S:
             try:
-                self._address = (await self._locate(), now)
+                address = await self._locate()
             except ServingError as error:
                 raise LinkBroken("not located", error) from None
+            before, self._address = self._address, (address, now)
+            if before is not None and before[0] != address:
+                await self._pool.drop(before[0])  # its streams break, and are dialled again here
         return scheduler_pb2_grpc.SchedulerStub(self._pool.get(self._address[0]))
 
     def _accept_epoch(self, epoch: int) -> bool:

@@ -305,6 +305,9 @@ class TokenStreams:
             await stream.run()
         finally:
             del self._streams[place]
+        address, _ = place
+        if not any(address == other for other, _ in self._streams):
+            await self._pool.drop(address)  # the worker is gone, or its next start has the port
 
 
 def _detach(key: RequestKey) -> decode_pb2.TokensUp:

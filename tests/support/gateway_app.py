@@ -9,6 +9,7 @@ from typing import Any
 from gateway.app import Gateway, open_gateway
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
+from shared.aio.scope import cancel_and_wait
 from shared.domain.ids import Incarnation
 from shared.obs.admin import bind
 from shared.obs.metrics import Metrics
@@ -57,7 +58,11 @@ async def running_gateway(
                     try:
                         yield RunningGateway(gateway=gateway, backend=backend, metrics=metrics, port=port)
                     finally:
-                        server.force_exit = server.should_exit = True
-                        await asyncio.wait({task})
+                        # Not by its own shutdown, which looks around ten times a second.
+                        await cancel_and_wait(task)
+                        for listener in server.servers if server.started else [sock]:
+                            listener.close()
+                        for connection in list(server.server_state.connections):
+                            connection.shutdown()
     finally:
         metrics.close()
