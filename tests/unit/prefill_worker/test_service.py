@@ -261,16 +261,3 @@ def test_heartbeat_and_inventory_tell_what_is_held(table: Table) -> None:
     assert dict(heartbeat.blocks) == {"free": 3, "reserved": 0, "active": 1, "cached": 0, "quarantined": 0}
     assert dict(heartbeat.sequences) == {"waiting_kv": 0, "running": 1, "parked": 0, "preempted": 0, "done": 0}
     assert inventory == {"held": "running", "ended": "done"}
-
-
-def test_phases_are_measured_as_far_as_they_were_reached(table: Table) -> None:
-    """Waiting for blocks, computing, and what sending took beyond the last step."""
-    key = table.prefill()
-    (job,) = table.senders.jobs
-    table.clock.advance(1)
-    table.step(chunk(key, 0, 10, is_last=True))
-    assert job.phases_ms() == {"queue_ms": 0, "compute_ms": 1000}
-    table.clock.advance(0.5)
-    table.service.sent(job)
-
-    assert job.phases_ms() == {"queue_ms": 0, "compute_ms": 1000, "transfer_exposed_ms": 500, "total_ms": 1500}
