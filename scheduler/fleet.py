@@ -59,6 +59,8 @@ class Worker:
     """The last command of each attempt, while unanswered: sent again in every new session."""
     owed: set[RequestKey] = field(default_factory=set[RequestKey])
     """Attempts that it must release before it gets new work."""
+    orphans_end_at: dict[RequestKey, float] = field(default_factory=dict[RequestKey, float])
+    """Ended attempts of an earlier scheduler, and when they are asked back."""
     last_event: int = 0
     events_in_write: set[int] = field(default_factory=set[int])
     """Taken, but not to be acknowledged before a write came to its end."""

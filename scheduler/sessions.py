@@ -38,6 +38,8 @@ from shared.domain.worker import LossLimits, WorkerChange, WorkerState
 
 # Whatever a worker holds ends by itself within 45 s (decisions §1), and its tombstones after 60 s.
 LOST_FORGOTTEN_S = 60.0
+# An ended sequence of an earlier scheduler holds no blocks, and its gateway may still be reading the last tokens.
+ORPHAN_GRACE_S = 5.0
 
 
 class WorkerSessions:
@@ -56,7 +58,11 @@ class WorkerSessions:
             reason = worker.lost_reason(now, self._limits)
             if reason is not None:
                 self.lose(worker, reason, now)
-            elif worker.lost_at is not None and now - worker.lost_at >= LOST_FORGOTTEN_S:
+                continue
+            for key in [key for key, end_at in worker.orphans_end_at.items() if now >= end_at]:
+                del worker.orphans_end_at[key]
+                self._ask_back(worker, key)
+            if worker.lost_at is not None and now - worker.lost_at >= LOST_FORGOTTEN_S:
                 self.forget(worker, "away too long", now)
 
     def opened(self, event: SessionOpened, now: float) -> None:
@@ -85,10 +91,14 @@ class WorkerSessions:
             return
         worker.has_told_inventory = True
         told = {each.key for each in event.entries}
-        for key in sorted({each.key for each in event.entries if not each.is_done}, key=str):
-            if not self._is_held(worker, key):
-                worker.owed.add(key)
-                worker.pending[key] = AbortJob()
+        worker.orphans_end_at.clear()
+        for each in sorted(event.entries, key=lambda each: str(each.key)):
+            if each.is_done:
+                if self._ledger.get(each.key.request_id) is None:
+                    worker.orphans_end_at[each.key] = now + ORPHAN_GRACE_S
+            elif not self._is_held(worker, each.key):
+                worker.owed.add(each.key)
+                worker.pending[each.key] = AbortJob()
         for key, body in worker.pending.items():
             if isinstance(body, AbortJob | ReleaseJob):
                 worker.owed.add(key)
@@ -99,6 +109,12 @@ class WorkerSessions:
                 # Its Reserve was answered and it holds it no more: the attempt is over, whatever ended it.
                 self._attempt_failed(worker, key, worker_lost(worker), now)
         self._settle_worker(worker, now)
+
+    def _ask_back(self, worker: Worker, key: RequestKey) -> None:
+        worker.owed.add(key)
+        command = worker.command(key, AbortJob())
+        if command is not None:
+            self._lives.emit(command)
 
     def _is_held(self, worker: Worker, key: RequestKey) -> bool:
         entry = self._ledger.get(key.request_id)
@@ -171,11 +187,13 @@ class WorkerSessions:
                 worker.answered(key, ReserveJob, PrefillJob)
                 self._attempt_failed(worker, key, report.error, now)
             case ReleasedTold():
+                is_orphan = entry is None and key in worker.owed
                 worker.released(key)
                 released = events.Released(
                     worker=worker.ref, released_attempt=attempt, blocks_freed=report.blocks_freed
                 )
-                self._lives.feed(entry, released, now)
+                if not is_orphan:
+                    self._lives.feed(entry, released, now)
                 self._settle_worker(worker, now)
             case _:
                 assert_never(report)

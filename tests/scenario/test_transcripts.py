@@ -132,7 +132,11 @@ class Runner:
             token_budget=int(options.get("budget", 256)),
         )
         holds = [_key(held) for held in options.get("holds", "").split(",") if held]
-        entries = tuple(InventoryEntry(key=key, is_done=False) for key in holds)
+        ended = [_key(held) for held in options.get("ended", "").split(",") if held]
+        entries = (
+            *(InventoryEntry(key=key, is_done=False) for key in holds),
+            *(InventoryEntry(key=key, is_done=True) for key in ended),
+        )
         return [
             SessionOpened(session=session, facts=facts, epoch_seen=Epoch(int(options.get("epoch", 0)))),
             InventoryTold(session=session, entries=entries),
