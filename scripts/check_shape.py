@@ -16,9 +16,7 @@ MAX_MEDIAN_LINES = 150
 TESTED_ELSEWHERE: dict[str, str] = {
     "cli/problem.py": "a sentence and an exit code; every test of cli looks at both",
     "decode_worker/receiver.py": "means something only with a sender: tests/contract/test_kv_transfer.py",
-    "decode_worker/sequence.py": "the row of a table: test_service.py and test_tokens.py read and fill it",
     "decode_worker/worker.py": "wires the parts: tests/contract/test_worker_pair.py and every integration test run it",
-    "prefill_worker/job.py": "the row of a table: test_service.py and test_sender.py read and fill it",
     "prefill_worker/worker.py": "wires the parts: tests/contract/test_worker_pair.py and every integration test run it",
     "scheduler/core.py": "by its transcripts, tests/scenario, and tests/property/test_scheduler_core.py",
     "scheduler/lives.py": "part of the core: tests/scenario and tests/property/test_scheduler_core.py",
