@@ -61,9 +61,7 @@ def test_a_frame_survives_with_its_payload() -> None:
 
 def test_held_ranges_survive_in_order() -> None:
     """None and several."""
-    ranges = tuple(
-        FrameRange(layer_start=0, layer_end=1, token_start=start, token_end=start + 16) for start in (0, 64)
-    )
+    ranges = tuple(FrameRange(layer_start=0, layer_end=1, token_start=start, token_end=start + 16) for start in (0, 64))
 
     assert ranges == kv.held_from_wire(kv.held_to_wire(ranges))
     assert kv.held_from_wire(kv.held_to_wire(())) == ()
