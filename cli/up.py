@@ -19,6 +19,7 @@ from cli.readiness import wait_until_ready
 from cli.run_folder import RunFolder
 from cli.supervisor import Supervisor
 from shared.aio import scope
+from shared.domain.request import Role
 from shared.obs import logs
 from shared.settings import ADMIN_PORT_OFFSET, SCRIPTED_MODEL_NAME
 
@@ -123,11 +124,10 @@ async def _serve(
 async def _wait_until_ready(deployment: Deployment, notes: Notes) -> None:
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
-            await wait_until_ready(f"http://127.0.0.1:{deployment.admin_port}", notes.wait_for)
+            workers = {Role.PREFILL.value: deployment.num_prefill, Role.DECODE.value: deployment.num_decode}
+            await wait_until_ready(f"http://127.0.0.1:{deployment.admin_port}", workers, notes.wait_for)
     except TimeoutError:
-        raise CommandProblem(
-            f"not ready after {READY_TIMEOUT_S:.0f} s, still waiting: {notes.waiting_for}"
-        ) from None
+        raise CommandProblem(f"not ready after {READY_TIMEOUT_S:.0f} s, still waiting: {notes.waiting_for}") from None
     notes.waited()
 
 
