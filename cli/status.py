@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.problem import EXIT_USAGE, CommandProblem
-from shared.domain.request import RequestState
+from shared.domain.request import RequestState, Role
 from shared.settings import ADMIN_PORT_OFFSET
 
 OK = 200
 REQUEST_STATES = tuple(state.value for state in RequestState)
+ROLES = tuple(role.value for role in Role)
 BLOCK_STATES = ("free", "reserved", "active", "cached", "quarantined")
 TIMEOUT_S = 5.0  # the gateway asks scheduler and workers before it answers
 
@@ -139,7 +140,7 @@ def show_status(status: SystemStatus, console: Console) -> None:
     )
     for column in services.columns:
         column.overflow = "fold"  # an address that is cut cannot be copied
-    for service in status.services:
+    for service in sorted(status.services, key=_order):
         services.add_row(
             service.role,
             service.id,
@@ -151,6 +152,11 @@ def show_status(status: SystemStatus, console: Console) -> None:
     console.print(services)
     console.print(_count_table("requests", {"all": status.requests}, REQUEST_STATES))
     console.print(_count_table("KV blocks", status.blocks, BLOCK_STATES))
+
+
+def _order(service: ServiceStatus) -> tuple[int, str]:
+    """As a request meets them; a role that we do not know comes last."""
+    return (ROLES.index(service.role) if service.role in ROLES else len(ROLES), service.id)
 
 
 def _count_table(title: str, rows: dict[str, dict[str, int]], order: tuple[str, ...]) -> Table:
