@@ -63,6 +63,7 @@ class ControlLine:
             try:
                 return await self._run_stream(spec, backoff)
             except LinkBroken as broken:
+                self._scheduler.look_again()
                 await self._pause(backoff, broken)
 
     async def ask_cancel(self, reason: CancelReason) -> None:

@@ -18,7 +18,9 @@ from shared.rpc.channels import ChannelPool
 from shared.wire import scheduler_pb2, scheduler_pb2_grpc
 
 _CANCEL_TIMEOUT_S = 3.0  # the scheduler waits up to 2 s for the release
-_LOCATION_AGE_S = 0.5  # a scheduler that moved is found at the next try; one lookup serves a burst of requests
+# One that moved is looked for as soon as a call breaks; this is for the case that none does. Not shorter: while Redis
+# is away each lookup costs its timeout, and running work must not feel that.
+_LOCATION_AGE_S = 10.0
 _WRITE_TIMEOUT_S = 2.0  # one small message; flow control holds it up only when the peer is stuck
 
 ServeCall: TypeAlias = "StreamStreamCall[scheduler_pb2.ServeUp, scheduler_pb2.ServeDown]"
@@ -159,10 +161,15 @@ class SchedulerClient:
         self._clock = clock
         self._epoch = Epoch(0)
         self._address: tuple[str, float] | None = None  # and when it was found
+        self._is_located = False
 
     @property
     def epoch(self) -> Epoch:
         return self._epoch
+
+    def look_again(self) -> None:
+        """A call broke: the next one asks where the scheduler is."""
+        self._is_located = False
 
     async def serve(self, start: Start) -> ControlStream:
         """A control stream whose Start is on its way. The caller closes it. Raises ServingError or LinkBroken."""
@@ -191,6 +198,7 @@ class SchedulerClient:
         try:
             reply = await stub.Cancel(request, timeout=_CANCEL_TIMEOUT_S)
         except AioRpcError as error:
+            self.look_again()
             raise failure_of(error) from None
         return CancelAnswer(
             is_released=reply.released,
@@ -205,22 +213,24 @@ class SchedulerClient:
                 stub = await self._stub()
                 reply = await stub.Status(scheduler_pb2.StatusRequest(), timeout=timeout_s)
         except AioRpcError as error:
+            self.look_again()
             raise failure_of(error) from None
         except TimeoutError:
+            self.look_again()
             raise LinkBroken("timeout") from None
         if not self._accept_epoch(reply.scheduler_epoch):
             raise LinkBroken("stale epoch")
         return _status_from_wire(reply)
 
     async def _stub(self) -> "scheduler_pb2_grpc.SchedulerAsyncStub":
-        """Looks the scheduler up unless it was found a moment ago."""
+        """Looks the scheduler up unless it is known where it is."""
         now = self._clock.monotonic()
-        if self._address is None or now - self._address[1] > _LOCATION_AGE_S:
+        if self._address is None or not self._is_located or now - self._address[1] > _LOCATION_AGE_S:
             try:
                 address = await self._locate()
             except ServingError as error:
                 raise LinkBroken("not located", error) from None
-            before, self._address = self._address, (address, now)
+            before, self._address, self._is_located = self._address, (address, now), True
             if before is not None and before[0] != address:
                 await self._pool.drop(before[0])  # its streams break, and are dialled again here
         return scheduler_pb2_grpc.SchedulerStub(self._pool.get(self._address[0]))

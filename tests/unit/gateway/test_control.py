@@ -68,6 +68,11 @@ class FakeScheduler:
         self._dials = list(dials)
         self.starts: list[Start] = []
         self.streams: list[FakeStream] = []
+        self.num_looks = 0
+
+    def look_again(self) -> None:
+        """Counted."""
+        self.num_looks += 1
 
     async def serve(self, start: Start) -> ControlStream:
         """The last entry is repeated."""
@@ -118,6 +123,7 @@ async def test_a_broken_stream_is_dialled_again_with_what_is_known() -> None:
     assert FINISHED == outcome
     assert [(0, 0), (1, 7), (1, 9)] == [(start.last_attempt_seen, start.tokens_held) for start in scheduler.starts]
     assert all(stream.is_closed for stream in scheduler.streams)
+    assert 2 == scheduler.num_looks
 
 
 async def test_a_refusal_is_final() -> None:

@@ -133,6 +133,31 @@ async def test_nobody_there_is_a_broken_link() -> None:
                 await (await client.serve(start())).read()
 
 
+async def test_a_scheduler_that_moved_is_found_after_a_broken_call() -> None:
+    """And until then nobody is asked where it is: a Redis that is away costs running work nothing."""
+    backend = FakeBackend()
+    metrics, pool = Metrics("gateway", "g"), ChannelPool("")
+    addresses = ["127.0.0.1:9"]
+    num_asked = 0
+
+    async def locate() -> str:
+        nonlocal num_asked
+        num_asked += 1
+        return addresses[-1]
+
+    client = SchedulerClient(locate=locate, pool=pool, incarnation=Incarnation(9), metrics=metrics, clock=RealClock())
+    async with running(backend):
+        with pytest.raises(LinkBroken):
+            await client.status(5)
+        addresses.append(backend.address)
+        for _ in range(3):
+            assert 2 == (await client.status(5)).queue
+    await pool.close()
+    metrics.close()
+
+    assert 2 == num_asked
+
+
 async def test_status_is_told_whole() -> None:
     """In the domain's words."""
     backend = FakeBackend()
