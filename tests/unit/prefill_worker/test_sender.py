@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TypeAlias
 
 import grpc
@@ -144,10 +145,18 @@ class FakeTable:
 class Bench:
     """A job of ten tokens (three blocks) and everything that its sender needs."""
 
-    def __init__(self, decode: FakeDecode, table: FakeTable, senders: TransferSenders, job: PrefillJob) -> None:
+    def __init__(
+        self,
+        decode: FakeDecode,
+        table: FakeTable,
+        senders: TransferSenders,
+        introductions: Introductions,
+        job: PrefillJob,
+    ) -> None:
         self.decode = decode
         self.table = table
         self.senders = senders
+        self.introductions = introductions
         self.job = job
 
     def compute(self, upto: int) -> None:
@@ -202,12 +211,13 @@ async def bench(*, num_prompt_tokens: int = 10, address: str | None = None) -> A
             moments=Moments(received_at=0),
             block_table=BlockTable([BlockId(block) for block in range(num_blocks)], 4),
         )
+        introductions = Introductions(
+            worker_id=WorkerId("p"), incarnation=Incarnation(1), layout=LAYOUT, channel_for=channels.get
+        )
         senders = TransferSenders(
             group=group,
             service=table,
-            introductions=Introductions(
-                worker_id=WorkerId("p"), incarnation=Incarnation(1), layout=LAYOUT, channel_for=channels.get
-            ),
+            introductions=introductions,
             incarnation=Incarnation(1),
             memory=KvMemory(LAYOUT, num_blocks),
             copier=copier,
@@ -217,7 +227,7 @@ async def bench(*, num_prompt_tokens: int = 10, address: str | None = None) -> A
             metrics=metrics,
             log=get_logger("test"),
         )
-        yield Bench(decode, table, senders, job)
+        yield Bench(decode, table, senders, introductions, job)
         job.stopped.set()
     assert job.num_reads == 0
     await channels.close()
@@ -369,3 +379,16 @@ async def test_keep_alives_hold_the_reservation_while_nothing_is_computed(monkey
         b.compute(10)
 
         assert await b.end() == ["sent"]
+
+
+async def test_jobs_that_start_at_once_say_hello_once() -> None:
+    """Once for a pair of incarnations, not once for a request; another start of the same address is met anew."""
+    async with bench() as b:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(5):
+                group.create_task(b.introductions.introduce(b.job.target))
+        assert b.decode.num_hellos == 1
+        with pytest.raises(ServingError, match="started anew"):
+            await b.introductions.introduce(replace(b.job.target, incarnation=Incarnation(99)))
+
+    assert b.decode.num_hellos == 2
