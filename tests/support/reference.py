@@ -1,0 +1,71 @@
+"""What `transformers` itself answers with the weights of a prepared folder: greedy `generate` in float32."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from cli.main import DEFAULT_HOME
+from shared.domain.ids import TokenId
+from shared.model.prepare import prepare
+from shared.model.prepared import PreparedModel
+from shared.text.chat import ChatMessage, ChatTokenizer
+
+
+@cache
+def default_model_dir() -> Path:
+    """The prepared folder of the default model, where `firsttoken up` keeps it too."""
+    return prepare(None, DEFAULT_HOME.expanduser(), lambda line: print(line, flush=True))
+
+
+def reference_answers(
+    model_dir: Path, prompts: Sequence[Sequence[TokenId]], max_tokens: int
+) -> list[tuple[TokenId, ...]]:
+    """Each prompt's greedy answer, an end token included; computed once a run for each prompt."""
+    return [_answer(model_dir, tuple(prompt), max_tokens) for prompt in prompts]
+
+
+@cache
+def _model(model_dir: Path) -> Any:
+    return cast("Any", AutoModelForCausalLM).from_pretrained(str(model_dir), dtype=torch.float32).eval()
+
+
+@cache
+def _answer(model_dir: Path, prompt: tuple[TokenId, ...], max_tokens: int) -> tuple[TokenId, ...]:
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        output = _model(model_dir).generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            eos_token_id=sorted(PreparedModel.load(model_dir).eos_ids),
+        )
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+class Reference:
+    """The default model's answers to conversations."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+        self._chat = ChatTokenizer.load(model_dir)
+
+    @staticmethod
+    @cache
+    def shared() -> "Reference":
+        """One for the whole run."""
+        return Reference(default_model_dir())
+
+    def prompt_ids(self, messages: Sequence[dict[str, str]]) -> tuple[TokenId, ...]:
+        """The rendered conversation."""
+        return self._chat.render([ChatMessage(role=each["role"], content=each["content"]) for each in messages])
+
+    def greedy(self, messages: Sequence[dict[str, str]], max_tokens: int) -> tuple[str, int]:
+        """The answer's text, by the tokenizer's own decoding, and its number of tokens, an end token included."""
+        (answer,) = reference_answers(self._model_dir, [self.prompt_ids(messages)], max_tokens)
+        detokenizer = self._chat.detokenizer(())
+        return detokenizer.feed(answer).text + detokenizer.flush(), len(answer)
