@@ -6,7 +6,7 @@ from them is `scheduler.lives`', workers are `scheduler.sessions`'.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from scheduler import placement
@@ -42,7 +42,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, RequestId
 from shared.domain.lifecycle import RetryRule
 from shared.domain.lifecycle_events import WriteStep
-from shared.domain.request import CancelReason, Role, StoredRequest
+from shared.domain.request import CancelReason, RequestState, Role, StoredRequest
 from shared.domain.worker import LossLimits
 
 
@@ -229,6 +229,8 @@ class SchedulerCore:
             return  # cancelled in the meantime; its outcome is the next write
         if event.error is not None:
             stream = entry.stream
+            # Not answered is not "not done": a Redis that was only slow may write it yet. So the refusal is owed, too.
+            self._owe(replace(self.ledger.stored(entry), state=RequestState.FAILED, error_code=event.error.value))
             self._lives.forget(entry)
             if stream is not None:
                 error = ServingError(ErrorCode.STATE_UNAVAILABLE, "the record store does not answer")
@@ -243,7 +245,7 @@ class SchedulerCore:
         if event.error is None:
             self._owed_outcomes.pop(entry.request_id, None)
         else:
-            self._owe(entry)
+            self._owe(self.ledger.stored(entry))
         if entry.done_event is not None:
             ref, number = entry.done_event
             entry.done_event = None
@@ -252,9 +254,9 @@ class SchedulerCore:
                 worker.events_in_write.discard(number)
                 self._sessions.ack(worker)
 
-    def _owe(self, entry: Entry) -> None:
+    def _owe(self, stored: StoredRequest) -> None:
         """Keep an outcome for when Redis is back. With too many the oldest goes: its record expires without one."""
-        self._owed_outcomes[entry.request_id] = self.ledger.stored(entry)
+        self._owed_outcomes[stored.request_id] = stored
         if len(self._owed_outcomes) > self._limits.max_outcomes_owed:
             del self._owed_outcomes[next(iter(self._owed_outcomes))]
             self._emit(Refused(kind="outcome_write"))

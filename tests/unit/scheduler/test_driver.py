@@ -142,7 +142,7 @@ async def test_writes_of_one_request_keep_their_order(driver: Driver, store: Slo
 
 
 async def test_once_redis_is_known_to_be_away_nobody_waits_for_it(driver: Driver, store: SlowStore) -> None:
-    """Admission is refused without a write; after StateBack the live records go first."""
+    """Admission is refused without a write; after StateBack what is owed is written first."""
     async with asyncio.TaskGroup() as group:
         lanes = group.create_task(driver.run())
         store.is_away = True
@@ -153,6 +153,10 @@ async def test_once_redis_is_known_to_be_away_nobody_waits_for_it(driver: Driver
         assert 1 == len(store.begun)
         store.is_away = False
         driver.step(StateBack())
+        await until(lambda: len(store.begun) == 2)
+        assert ("r1", RequestState.FAILED) == store.begun[1]
+        assert not driver.core.is_state_ready
+        store.gate.release()
         await until(lambda: driver.core.is_state_ready)
         lanes.cancel()
 

@@ -327,7 +327,8 @@ async def test_redis_away_refuses_admission_and_keeps_what_runs(line: Line) -> N
         async with asyncio.timeout(ANSWER_S):
             while not line.driver.core.is_state_ready:
                 await asyncio.sleep(0.002)
-        assert ("rewrite", RequestId("r1"), RequestState.PREFILLING) == line.store.writes[-1]
+        rewritten = [(request_id, state) for step, request_id, state in line.store.writes if step == "rewrite"]
+        assert [("r1", RequestState.PREFILLING), ("r2", RequestState.FAILED)] == rewritten
         async with serve_stream(line.channel, make_spec("r3")) as admitted:
             await admitted.expect("queued")
 
