@@ -120,6 +120,8 @@ class Session:
             self.link.out.close()
             if self._subscription is not None:
                 self._subscription.close()
+            if self._num_tokens:
+                self._journal.usage = self._usage()
             self._journal.write(self._end_state(), self._break_error if not self._is_answered else None)
 
     def cancel(self, reason: CancelReason, error: ServingError) -> None:
@@ -237,12 +239,7 @@ class Session:
 
     async def _finish(self, texts: list[str], reason: FinishReason) -> None:
         """The last texts and the end, as one frame."""
-        usage = Usage(
-            prompt_tokens=len(self._intake.prompt_ids),
-            completion_tokens=self._num_tokens,
-            cached_tokens=self._cached_tokens,
-        )
-        self._journal.usage = usage
+        usage = self._usage()
         self._is_answered = True  # from here on nothing breaks it off: it only waits for room
         if not self.is_stream:
             self._texts += texts
@@ -328,6 +325,13 @@ class Session:
         return None
 
     # ---- ends
+
+    def _usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self._intake.prompt_ids),
+            completion_tokens=self._num_tokens,
+            cached_tokens=self._cached_tokens,
+        )
 
     def _break_off(self, error: ServingError) -> None:
         """The answer ends with an error, unless it has an end. The first error counts."""

@@ -155,9 +155,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
     ) -> None:
         raise ServingError(ErrorCode.INTERNAL, "no worker dials this")
 
-    async def Status(
-        self, request: scheduler_pb2.StatusRequest, context: Any
-    ) -> scheduler_pb2.StatusReply:
+    async def Status(self, request: scheduler_pb2.StatusRequest, context: Any) -> scheduler_pb2.StatusReply:
         return scheduler_pb2.StatusReply(
             scheduler_epoch=self.epoch,
             services=[
