@@ -262,7 +262,7 @@ class SchedulerCore:
             self._emit(Refused(kind="outcome_write"))
 
     def _rewritten(self, event: StateRewritten, now: float) -> None:
-        for request_id in event.request_ids:
+        for request_id in event.outcomes:
             self._owed_outcomes.pop(request_id, None)
         if not event.is_complete:
             return  # away again: the next StateBack starts anew

@@ -209,7 +209,7 @@ class Driver:
                     self.step(_written(effect, ErrorCode.STATE_UNAVAILABLE))
             case RewriteRecords():
                 if not self._rewrites.try_put(effect):
-                    self.step(StateRewritten(request_ids=frozenset(), is_complete=False))
+                    self.step(StateRewritten(outcomes=frozenset(), is_complete=False))
             case RequestEnded() | RequestReleased() | Refused() | Noted() | Resign():
                 self._perform_note(effect)
             case _:
@@ -333,9 +333,10 @@ class Driver:
                     if error.code is ErrorCode.STATE_UNAVAILABLE:
                         is_complete = False
                         break
-                written.add(stored.request_id)  # refused as older than what is there: nothing is owed
+                if stored.state.is_terminal:  # refused as older than what is there: nothing is owed either
+                    written.add(stored.request_id)
             self._log.info("records rewritten", count=len(written), complete=is_complete)
-            self.step(StateRewritten(request_ids=frozenset(written), is_complete=is_complete))
+            self.step(StateRewritten(outcomes=frozenset(written), is_complete=is_complete))
 
     # ---- wire
 

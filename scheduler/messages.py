@@ -182,9 +182,12 @@ class StateBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRewritten:
-    """A Rewrite came to its end; `request_ids` are those written."""
+    """A Rewrite came to its end; `outcomes` are the ended ones among those written: they are owed no more.
 
-    request_ids: frozenset[RequestId]
+    One that was written as live and has ended meanwhile is not among them.
+    """
+
+    outcomes: frozenset[RequestId]
     is_complete: bool
 
 

@@ -215,7 +215,7 @@ class Runner:
                 return [StateBack()]
             case _:
                 written = frozenset(RequestId(name) for name in plain[1:])
-                return [StateRewritten(request_ids=written, is_complete=True)]
+                return [StateRewritten(outcomes=written, is_complete=True)]
 
     def show(self, effect: CoreEffect) -> str:
         match effect:
