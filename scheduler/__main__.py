@@ -90,7 +90,7 @@ async def _be_active(
     service.activate(driver, identity)
     async with asyncio.TaskGroup() as group:
         writes = spawn(group, driver.run(), name="driver")
-        reaper = spawn(group, _reap_while_active(driver, keeper, cancels), name="reaper")
+        reaper = spawn(group, _reap_while_active(driver, keeper, cancels, store), name="reaper")
         replaced = spawn(group, _raise_when_resigned(driver), name="resignation")
         await server.set_serving(True)
         process.readiness.set(True)
@@ -107,8 +107,8 @@ async def _be_active(
             await cancel_and_wait(task)
 
 
-async def _reap_while_active(driver: Driver, keeper: LeaseKeeper, cancels: Cancellations) -> None:
-    await reap(driver, keeper, cancels)
+async def _reap_while_active(driver: Driver, keeper: LeaseKeeper, cancels: Cancellations, store: RequestStore) -> None:
+    await reap(driver, keeper, cancels, store)
     raise Replaced("the lease is lost")
 
 

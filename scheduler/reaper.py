@@ -26,6 +26,12 @@ class CancelWatch(Protocol):
     def watch(self) -> AsyncGenerator[RequestId]: ...
 
 
+class RecordLook(Protocol):
+    """What is needed of `shared.state.requests` while active."""
+
+    async def load(self, request_id: RequestId) -> StoredRequest | None: ...
+
+
 class OrphanStore(Protocol):
     """What is needed of `shared.state.requests`."""
 
@@ -34,12 +40,12 @@ class OrphanStore(Protocol):
     async def finish(self, stored: StoredRequest) -> None: ...
 
 
-async def reap(driver: Driver, keeper: LeaseKeeper, cancels: CancelWatch) -> None:
+async def reap(driver: Driver, keeper: LeaseKeeper, cancels: CancelWatch, records: RecordLook) -> None:
     """Until cancelled; returns when the lease is lost, after which nothing may be commanded any more."""
     async with asyncio.TaskGroup() as group:
         ticks = spawn(group, _tick(driver), name="reaper tick")
         watch = spawn(group, _watch_cancels(driver, cancels), name="cancel marks")
-        await _keep_lease(driver, keeper)
+        await _keep_lease(driver, keeper, records)
         ticks.cancel()
         watch.cancel()
 
@@ -71,14 +77,27 @@ async def _tick(driver: Driver) -> None:
         await asyncio.sleep(TICK_S)
 
 
-async def _keep_lease(driver: Driver, keeper: LeaseKeeper) -> None:
+async def _keep_lease(driver: Driver, keeper: LeaseKeeper, records: RecordLook) -> None:
     while keeper.state is LeaseState.ACTIVE:
         wait_s = await keeper.step()
         if not keeper.is_redis_reachable:
             driver.step(StateLost())
         elif not driver.core.is_state_ready and keeper.state is LeaseState.ACTIVE:
             driver.step(StateBack())
+        elif await _has_forgotten(driver, records):
+            driver.step(StateLost())
+            driver.step(StateBack())
         await asyncio.sleep(wait_s if driver.core.is_state_ready else min(wait_s, REDIS_LOOK_S))
+
+
+async def _has_forgotten(driver: Driver, records: RecordLook) -> bool:
+    """Whether Redis was emptied between two looks (a restart takes 0.1 s): the oldest live record tells."""
+    oldest = next((entry for entry in driver.core.ledger.live() if entry.is_written), None)
+    if oldest is None:
+        return False
+    with contextlib.suppress(ServingError):  # away now: the next look says so
+        return await records.load(oldest.request_id) is None
+    return False
 
 
 async def _watch_cancels(driver: Driver, cancels: CancelWatch) -> None:

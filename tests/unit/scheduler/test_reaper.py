@@ -8,12 +8,16 @@ import pytest
 
 from scheduler.core import CoreLimits, SchedulerCore
 from scheduler.driver import Driver
+from scheduler.ledger import Entry
 from scheduler.messages import CancelAsked, CoreEvent, StateBack, StateLost, Ticked
 from scheduler.reaper import finish_orphans, reap
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId
+from shared.domain.lifecycle import RetryRule, advance
+from shared.domain.lifecycle_events import Admitted
 from shared.domain.request import CancelReason, RequestState, StoredRequest
 from shared.domain.worker import LossLimits
 from shared.state.lease import LeaseKeeper, LeaseState
+from tests.support.scheduler_peers import make_spec
 
 
 class FakeKeeper:
@@ -80,6 +84,9 @@ class FakeOrphans:
             for epoch in (3, 4, 5)
         ]
 
+    async def load(self, request_id: RequestId) -> StoredRequest | None:
+        return None
+
     async def finish(self, stored: StoredRequest) -> None:
         self.finished.append(stored)
 
@@ -92,7 +99,7 @@ async def test_redis_going_and_coming_is_told_once_each_way_until_the_lease_is_l
     driver = FakeDriver()
     keeper = FakeKeeper([True, False, True, True])
 
-    await reap(cast(Driver, driver), cast(LeaseKeeper, keeper), FakeCancels())
+    await reap(cast(Driver, driver), cast(LeaseKeeper, keeper), FakeCancels(), FakeOrphans())
 
     assert [StateLost, StateBack] == [type(event) for event in driver.told if isinstance(event, StateLost | StateBack)]
     assert Ticked() in driver.told
@@ -104,7 +111,7 @@ async def test_marks_of_known_requests_become_cancels(monkeypatch: pytest.Monkey
     known = {RequestId("known"): object()}
     monkeypatch.setattr(driver.core.ledger, "get", known.get)
 
-    await reap(cast(Driver, driver), cast(LeaseKeeper, FakeKeeper([True] * 5)), FakeCancels())
+    await reap(cast(Driver, driver), cast(LeaseKeeper, FakeKeeper([True] * 5)), FakeCancels(), FakeOrphans())
 
     cancel = CancelAsked(request_id=RequestId("known"), reason=CancelReason.DELETE)
     assert [cancel] == [event for event in driver.told if isinstance(event, CancelAsked)]
@@ -121,3 +128,16 @@ async def test_records_of_earlier_schedulers_are_finished_under_our_epoch() -> N
         ("r3", RequestState.FAILED, 5, "STATE_UNAVAILABLE"),
         ("r4", RequestState.FAILED, 5, "STATE_UNAVAILABLE"),
     ] == [(stored.request_id, stored.state, stored.epoch, stored.error_code) for stored in store.finished]
+
+
+async def test_a_store_that_forgot_between_two_looks_is_written_again() -> None:
+    """It answered each time, yet a live record is gone: as if Redis had been away."""
+    driver = FakeDriver()
+    admitted = Admitted(spec=make_spec(), gateway_incarnation=Incarnation(1), unix_ms=1)
+    record = advance(None, admitted, 0.0, RetryRule()).record
+    driver.core.ledger.add(Entry(record=record, stream=None, is_written=True))
+
+    await reap(cast(Driver, driver), cast(LeaseKeeper, FakeKeeper([True])), FakeCancels(), FakeOrphans())
+
+    told = [type(event) for event in driver.told if isinstance(event, StateLost | StateBack)]
+    assert [StateLost, StateBack] == told[:2]
