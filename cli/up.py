@@ -143,7 +143,7 @@ def curl_line(deployment: Deployment) -> str:
     if deployment.model_dir is None:
         question = json.dumps({"pieces": ["Hel", "lo"]})
     message = {"role": "user", "content": question}
-    body = json.dumps({"model": "default", "messages": [message], "stream": True})
+    body = json.dumps({"model": "default", "messages": [message], "temperature": 0, "stream": True})
     return f"curl -N {deployment.url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
