@@ -17,7 +17,7 @@ RUN_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check static tests fmt fmt-check lint types imports shape proto proto-check docs \
-	unit property scenario contract integration clean
+	unit property scenario contract integration bench clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
@@ -103,6 +103,10 @@ contract:  ## Redis, wire, error table, client conformance
 
 integration:  ## Real processes
 	@$(PYTEST) tests/integration
+
+bench: setup  ## Cancel -> blocks free, against its limits; not part of any test
+	@PYTHONPATH=. $(PY) tests/bench/cancel_release.py
+	@PYTHONPATH=. $(PY) tests/bench/cancel_release.py --model --cancels 60
 
 clean:  ## Remove what set-up and tests left in this folder
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -12,6 +12,8 @@ MAX_WORKERS = 64  # of one role on one machine; a typing mistake should not star
 
 # Threads that wait by spinning cost a step up to 320 ms where two workers share the cores.
 QUIET_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+# What gRPC's C core says of connections that come and go would stand unformatted among the services' JSON lines.
+QUIET_RPC = {"GRPC_VERBOSITY": "ERROR"}
 # A service maps a prepared folder: it never looks for a model elsewhere.
 NO_HUB = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -75,7 +77,7 @@ def base_environ(around: Mapping[str, str]) -> dict[str, str]:
     """The caller's environment without what `up` decides; other FIRSTTOKEN_ settings (pool sizes, log level) pass."""
     own = {ENV_PREFIX + name for name in OWN_SETTINGS}
     kept = {name: value for name, value in around.items() if name.upper() not in own}
-    return {**QUIET_THREADS, **NO_HUB, **kept, "PYTHONUNBUFFERED": "1"}
+    return {**QUIET_THREADS, **QUIET_RPC, **NO_HUB, **kept, "PYTHONUNBUFFERED": "1"}
 
 
 def plan_services(deployment: Deployment, around: Mapping[str, str]) -> tuple[ChildSpec, ...]:
