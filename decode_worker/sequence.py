@@ -43,6 +43,10 @@ class TokenReader(Protocol):
         """Something of it may be sent."""
         ...
 
+    def flush(self, sequence: "HeldSequence") -> None:
+        """Take now what is unsent: it goes out whatever becomes of the sequence."""
+        ...
+
 
 @dataclass(slots=True, kw_only=True)
 class Moments:

@@ -417,7 +417,9 @@ class DecodeService:
         if row.error is not None:
             return
         row.error = error
-        row.reader = None
+        if row.reader is not None:
+            row.reader.flush(row)  # what was made before it failed is the client's
+            row.reader = None
         self._log.debug("attempt failed", key=str(row.key), code=error.code.value, stage=row.stage.value)
         self._events.post(worker_events.attempt_failed(row.key, row.epoch, error=error))
         self._end(row)

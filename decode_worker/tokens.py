@@ -26,11 +26,18 @@ class TokenStream:
 
     def __init__(self) -> None:
         self._news: dict[RequestKey, HeldSequence] = {}
+        self._last_parts: list[decode_pb2.SequenceTokens] = []  # of sequences that have failed, an outbox each at most
         self._wake = asyncio.Event()
 
     def touch(self, sequence: HeldSequence) -> None:
         self._news[sequence.key] = sequence
         self._wake.set()
+
+    def flush(self, sequence: HeldSequence) -> None:
+        part = self._unsent(sequence)
+        if part is not None:
+            self._last_parts.append(part)
+            self._wake.set()
 
     async def next_batch(self) -> decode_pb2.TokenBatch:
         """Waits for news; everything unsent of every sequence that has some, in one message."""
@@ -38,7 +45,8 @@ class TokenStream:
             await self._wake.wait()
             self._wake.clear()
             news, self._news = self._news, {}
-            parts = [part for sequence in news.values() if (part := self._unsent(sequence)) is not None]
+            last_parts, self._last_parts = self._last_parts, []
+            parts = last_parts + [part for sequence in news.values() if (part := self._unsent(sequence)) is not None]
             if parts:
                 return decode_pb2.TokenBatch(sequences=parts)
 

@@ -61,6 +61,20 @@ async def test_everything_since_the_last_write_goes_into_one_batch() -> None:
     assert flat(await stream.next_batch()) == {"r2": (2, [22])}
 
 
+async def test_what_a_failed_sequence_had_made_is_sent() -> None:
+    """Taken at once: it goes out, once, though nobody reads the sequence any more and its outbox is gone."""
+    stream = TokenStream()
+    failing, other = sequence("r1", stream, 11, 12), sequence("r2", stream, 21)
+    stream.flush(failing)
+    failing.reader = None
+    failing.outbox = Outbox(capacity=1)
+
+    assert flat(await stream.next_batch()) == {"r1": (1, [11, 12]), "r2": (1, [21])}
+    stream.flush(failing)
+    add(other, 22)
+    assert flat(await stream.next_batch()) == {"r2": (2, [22])}
+
+
 async def test_the_end_is_sent_once_and_with_the_last_token() -> None:
     """And again only to who attaches again; `cached_tokens` goes with token 1."""
     stream = TokenStream()
