@@ -14,6 +14,8 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from shared.domain.request import TERMINAL_STATES
 
@@ -69,9 +71,27 @@ class Histogram:
     def __init__(self, instrument: HistogramInstrument, labels: Mapping[str, str]) -> None:
         self._instrument = instrument
         self._labels = dict(labels)
+        self.is_empty = True
 
     def record(self, value: float) -> None:
+        self.is_empty = False
         self._instrument.record(value, self._labels)
+
+
+class ZeroHistogram(Collector):
+    """A histogram before its first value, which OpenTelemetry leaves out: a rate needs zeros to start from."""
+
+    def __init__(self, histogram: Histogram, name: str, bounds: Iterable[float], labels: Mapping[str, str]) -> None:
+        self._histogram = histogram
+        self._name = name
+        self._buckets = [*((str(bound), 0.0) for bound in bounds), ("+Inf", 0.0)]
+        self._labels = dict(labels)
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        if self._histogram.is_empty:
+            family = HistogramMetricFamily(self._name, self._name, labels=tuple(self._labels))
+            family.add_metric(tuple(self._labels.values()), self._buckets, 0.0)
+            yield family
 
 
 class Metrics:
@@ -128,15 +148,20 @@ class Metrics:
         )
 
     def kv_blocks(self, provider: Callable[[], Mapping[str, int]]) -> None:
-        """Block state -> count, asked at each scrape. Call once, in workers: it also starts their token counter."""
+        """Block state -> count, asked at each scrape. Call once, in workers: tokens and steps, too, count from 0."""
         self.tokens_computed.add(0)
+        of_role = {"role": self.role}
+        self._registry.register(ZeroHistogram(self.step_sequences, STEP_SEQUENCES, _SEQUENCES_BUCKETS, of_role))
         labels = {"role": self.role, "worker": self.name}
         self._gauge(KV_BLOCKS, "Blocks of the KV pool", provider, labels, "state")
 
     def requests(self, provider: Callable[[], Mapping[str, int]]) -> None:
-        """Live state -> requests, asked at each scrape. Call once, in the scheduler: each outcome is counted from 0."""
+        """Live state -> requests, asked at each scrape. Call once, in the scheduler: ends and releases count from 0."""
         for outcome in TERMINAL_STATES:
             self.requests_total.add(outcome.value, 0)
+        self._registry.register(
+            ZeroHistogram(self.cancel_release_seconds, CANCEL_RELEASE_SECONDS, _RELEASE_BUCKETS_S, {})
+        )
         self._gauge(REQUESTS, "Live requests", provider, {}, "state")
 
     def active_streams(self, provider: Callable[[], int]) -> None:

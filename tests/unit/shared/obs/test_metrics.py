@@ -14,6 +14,8 @@ def test_scheduler_series_have_exactly_their_names_and_labels() -> None:
     metrics.requests_total.add("finished")
 
     assert sorted(lines_of(metrics)) == [
+        "firsttoken_cancel_release_seconds_count 0.0",
+        "firsttoken_cancel_release_seconds_sum 0.0",
         'firsttoken_requests_total{outcome="cancelled"} 0.0',
         'firsttoken_requests_total{outcome="failed"} 0.0',
         'firsttoken_requests_total{outcome="finished"} 1.0',
@@ -57,8 +59,25 @@ def test_types_are_declared() -> None:
         "# TYPE firsttoken_cancel_release_seconds histogram",
         "# TYPE firsttoken_requests gauge",
         "# TYPE firsttoken_requests_total counter",
+        "# TYPE firsttoken_step_sequences histogram",
         "# TYPE firsttoken_tokens_computed_total counter",
     }
+
+
+def test_a_histogram_is_there_before_its_first_value() -> None:
+    """With the same buckets as after it, and once: zeros for a rate to start from."""
+
+    def series(metrics: Metrics) -> list[str]:
+        lines = metrics.render().decode().splitlines()
+        return [line.rsplit(" ", 1)[0] for line in lines if line.startswith("firsttoken_step_sequences")]
+
+    metrics = Metrics("prefill", "prefill-0")
+    metrics.kv_blocks(dict)
+    before = series(metrics)
+    metrics.step_sequences.record(3)
+
+    assert series(metrics) == before
+    assert len(before) == len(set(before))
 
 
 def test_release_buckets_tell_a_step_from_a_chunk() -> None:
