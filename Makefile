@@ -2,6 +2,8 @@
 
 # Modules are found through the installed (editable) package alone, never through the working directory.
 export PYTHONSAFEPATH = 1
+# gRPC's C core would write its own lines between the results.
+export GRPC_VERBOSITY = ERROR
 # Restarts of one target inside another (check in test) share these.
 MAKEFLAGS += --no-print-directory
 

@@ -1,9 +1,11 @@
-"""Shows the end of a system's log beside a test that failed with it."""
+"""For all tests: logging as it was before, and the end of a system's log beside a test that failed with it."""
 
+import logging
 from collections.abc import Generator
 from typing import Any
 
 import pytest
+import structlog
 
 from tests.support.cluster import Cluster
 
@@ -18,3 +20,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             if isinstance(value, Cluster):
                 report.sections.append((f"log of {name} ({value.log_path})", value.log_tail()))
     return report
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Generator[None]:
+    """Logging is process-wide: what a test sets up must not write to that test's closed streams in the next."""
+    root = logging.getLogger()
+    before = (root.handlers, root.level)
+    yield
+    root.handlers, root.level = before
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()

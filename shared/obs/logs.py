@@ -33,7 +33,8 @@ def configure(role: str, level: str) -> None:
         processors=[*common, *ends],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
+        # Not kept on first use: a logger of a module would hold the stream of that moment for ever.
+        cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(

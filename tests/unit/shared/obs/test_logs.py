@@ -1,22 +1,10 @@
 import json
 import logging
-from collections.abc import Generator
 
 import pytest
 import structlog
 
 from shared.obs import logs
-
-
-@pytest.fixture(autouse=True)
-def restored_logging() -> Generator[None]:
-    """Logging is process-wide: other tests get it back as it was."""
-    root = logging.getLogger()
-    before = (root.handlers, root.level)
-    yield
-    root.handlers, root.level = before
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
 
 
 def read_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
