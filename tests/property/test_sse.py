@@ -1,6 +1,7 @@
 """Event streams, whatever the text and wherever the network cuts it."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def blocks_of(data: bytes, cuts: list[int]) -> list[Block]:
     """Reads `data` in the pieces that the cuts make."""
     splitter = BlockSplitter()
     places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    pieces = [data[start:end] for start, end in zip(places, places[1:], strict=False)]
+    pieces = [data[start:end] for start, end in pairwise(places)]
     blocks = [block for piece in pieces for block in splitter.feed(piece, at=0.0)]
     assert "" == splitter.rest
     return blocks
