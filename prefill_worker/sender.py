@@ -327,6 +327,8 @@ class _Transfer:
     async def _send(self, call: "_PushCall", stream: _Stream) -> None:
         """Frames as chunks are computed and credit allows, keep-alives while there is nothing to send."""
         job = self._job
+        clock = asyncio.get_running_loop()
+        sign_at = clock.time()
         while True:
             job.progressed.clear()
             self._plan(stream)
@@ -335,14 +337,17 @@ class _Transfer:
                 stream.num_sent += 1
                 message = await self._senders.read_frame(job, stream.num_sent, frame)
                 await call.write(kv_pb2.PushUp(frame=message))
+                sign_at = clock.time()
                 continue
             if job.is_computed and stream.is_acknowledged and self._is_first_token_told:
                 return
+            # By the last sign and not by the last progress: chunks that fill no block make progress and send nothing.
             try:
-                async with asyncio.timeout(KEEP_ALIVE_S):
+                async with asyncio.timeout_at(sign_at + KEEP_ALIVE_S):
                     await job.progressed.wait()
             except TimeoutError:
                 await call.write(kv_pb2.PushUp(keep_alive=kv_pb2.KeepAlive()))
+                sign_at = clock.time()
 
     def _plan(self, stream: _Stream) -> None:
         sendable_upto = self._job.sendable_upto(self._layout.block_size)
