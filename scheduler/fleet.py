@@ -143,6 +143,10 @@ class Worker:
         again = [self._number(key, body) for key, body in self.pending.items()]
         return [command for command in again if command is not None]
 
+    def commanded(self) -> list[RequestKey]:
+        """Attempts whose commands were sent and are all answered; one that is only booked is not among them."""
+        return [key for key, job in self.jobs.items() if job.sent_number is not None and key not in self.pending]
+
     def answered(self, key: RequestKey, *kinds: type[CommandBody]) -> None:
         """Forget the pending command of an attempt if it is one of `kinds`."""
         if isinstance(self.pending.get(key), kinds):

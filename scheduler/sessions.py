@@ -105,7 +105,7 @@ class WorkerSessions:
         for command in worker.commands_again():
             self._lives.emit(command)
         if worker.facts.role is Role.DECODE:
-            for key in [key for key in worker.jobs if key not in told and key not in worker.pending]:
+            for key in [key for key in worker.commanded() if key not in told]:
                 # Its Reserve was answered and it holds it no more: the attempt is over, whatever ended it.
                 self._attempt_failed(worker, key, worker_lost(worker), now)
         self._settle_worker(worker, now)
