@@ -66,6 +66,15 @@ def test_a_plain_question_gets_the_defaults(reader: IntakeReader) -> None:
     )
 
 
+def test_each_request_has_its_own_salt(reader: IntakeReader) -> None:
+    """Two requests with one prompt: the KV of one is not taken for the other's."""
+    intake = reader.read_completion(body())
+    other = new_request_id(2)
+
+    assert intake.spec(REQUEST_ID, 0).kv_salt == intake.spec(REQUEST_ID, 0).kv_salt
+    assert intake.spec(REQUEST_ID, 0).kv_salt not in (0, intake.spec(other, 0).kv_salt)
+
+
 def test_what_is_asked_arrives_in_the_spec(reader: IntakeReader) -> None:
     """Every field that workers know."""
     intake = reader.read_completion(
