@@ -52,9 +52,12 @@ class ControlLine:
         backoff = _backoff()
         while True:
             try:
-                return await ask()
+                async with asyncio.timeout(max(0.0, self._give_up_at - self._clock.monotonic())):
+                    return await ask()
             except LinkBroken as broken:
                 await self._pause(backoff, broken)
+            except TimeoutError:
+                raise LinkBroken("no answer in time").told from None
 
     async def run(self, spec: RequestSpec) -> Outcome:
         """To the outcome. Raises ServingError where none came: refused, cancelled early, no scheduler in time."""

@@ -205,15 +205,25 @@ class Lives:
         decodes = [worker for worker in self.fleet.of_role(Role.DECODE) if worker.is_ready]
         kept: set[WorkerId] = set()
         skipped: list[Waiter] = []
+        # What was sought in vain: in this pass room only shrinks, so whoever needs as much need not be tried.
+        in_vain: list[tuple[int, int]] = []
+        has_room = self._has_any_room(prefills, decodes, kept)
         for waiter in self.waiting:
-            if not self._has_any_room(prefills, decodes, kept):
+            if not has_room:
                 break
             if not waiter.is_written:
                 continue
-            pair = placement.choose(waiter, prefills, decodes, kept, now)
+            pair = None
+            if not any(
+                waiter.num_prompt_tokens >= prompt and waiter.max_total_tokens >= total for prompt, total in in_vain
+            ):
+                pair = placement.choose(waiter, prefills, decodes, kept, now)
+                if pair is None and not waiter.refusals:
+                    in_vain.append((waiter.num_prompt_tokens, waiter.max_total_tokens))
             if pair is None:
                 if not kept and waiter.passed_over_at is not None:
                     kept |= self._keep_pair(waiter, prefills, decodes, now)
+                    has_room = self._has_any_room(prefills, decodes, kept)
                 skipped.append(waiter)
                 continue
             for older in skipped:
@@ -226,6 +236,7 @@ class Lives:
             pair.decode.book(key, entry.record.spec)
             chosen = events.PlacementChosen(attempt=key.attempt, prefill=pair.prefill.ref, decode=pair.decode.ref)
             self.advance(entry, chosen, now)
+            has_room = self._has_any_room(prefills, decodes, kept)
 
     @staticmethod
     def _has_any_room(prefills: list[Worker], decodes: list[Worker], kept: set[WorkerId]) -> bool:
