@@ -3,12 +3,14 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Generator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
 from tests.support import leaks
-from tests.support.chat import CHAT_PATH, ask
+from tests.support.cancelling import live, long_decode
+from tests.support.chat import CHAT_PATH, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.http_client import HttpAnswer, exchange
 from tests.support.script import Script, counting
@@ -17,6 +19,7 @@ EVENT_STREAM = {"Accept": "text/event-stream"}
 POST_PATHS = (CHAT_PATH, "/api/chat")
 BODY_LIMIT = 4 * 1024 * 1024
 WINDOW = 1_000_000
+QUEUE_LIMIT = 4
 
 
 def assert_error(answer: HttpAnswer, status: int, code: str, *, kind: str = "invalid_request_error") -> dict[str, Any]:
@@ -210,8 +213,9 @@ async def test_text_parts_are_joined(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def small_system() -> Generator[Cluster]:
-    """Pools of 1 MiB: 16,384 tokens of at most 64 bytes."""
-    with ClusterPlan().scripted().setting("kv_pool_mib", 1).start() as cluster:
+    """Pools of 1 MiB: 16,384 tokens of at most 64 bytes; a short queue."""
+    plan = ClusterPlan().scripted().setting("kv_pool_mib", 1).setting("max_queued_requests", QUEUE_LIMIT)
+    with plan.start() as cluster:
         yield cluster
 
 
@@ -253,3 +257,23 @@ async def test_requests_wait_for_blocks(small_cluster: Cluster) -> None:
         tasks = [group.create_task(ask(small_cluster.port, body)) for _ in range(3)]
 
     assert [script.text()] * 3 == [task.result()["choices"][0]["message"]["content"] for task in tasks]
+
+
+async def test_a_full_queue_sheds(small_cluster: Cluster) -> None:
+    """One more than the queue holds gets 429 with Retry-After at once; those in the queue keep their places."""
+    blocks = (await small_cluster.status()).blocks["decode"]["free"]
+    whole_pool = {"max_tokens": blocks * 16 * 3 // 4}
+    async with AsyncExitStack() as stack:
+        holder = await stack.enter_async_context(live(small_cluster, long_decode(), **whole_pool))
+        await collect(holder, until_deltas=1)
+        script = counting(5)
+        queued = [
+            await stack.enter_async_context(live(small_cluster, script, **whole_pool)) for _ in range(QUEUE_LIMIT)
+        ]
+
+        answer = await post(small_cluster, script.body(**whole_pool))
+
+        assert_error(answer, 429, "overloaded", kind="rate_limit_error")
+        assert int(answer.headers["retry-after"]) >= 1
+        holder.cut()
+        assert [script.text()] * QUEUE_LIMIT == [(await collect(stream)).text for stream in queued]

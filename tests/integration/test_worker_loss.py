@@ -14,7 +14,7 @@ from tests.support.chat import CHAT_PATH, ChatRecord, ask, collect, stream_chat
 from tests.support.cluster import Cluster, ClusterPlan, Service
 from tests.support.http_client import HttpStream, exchange
 from tests.support.polling import eventually
-from tests.support.script import counting, padded
+from tests.support.script import Script, counting, padded
 
 ERROR_WITHIN_S = 10.0
 BACK_WITHIN_S = 30.0
@@ -206,6 +206,36 @@ async def test_gateway_killed(fragile: Cluster) -> None:
         with pytest.raises((OSError, EOFError)):
             await collect(stream)
     await wait_served_again(fragile, "gateway", old)
+
+
+async def exact_or_lost(cluster: Cluster, script: Script) -> bool:
+    """Whether the answer was complete: if not, it is a beginning of the right text and then the error of a lost worker."""
+    record = await stream_chat(cluster.port, script.body())
+    if record.error is None:
+        assert script.text() == record.text
+        return True
+    assert record.error["code"] in ("worker_lost", "kv_transfer_failed"), record.error
+    assert script.text().startswith(record.text)
+    return False
+
+
+async def test_one_of_two_workers_dies_under_load() -> None:
+    """With two workers a role, each role loses one in turn: the others' streams are exact, new requests are served."""
+    with ClusterPlan().scripted().prefill(2).decode(2).start() as cluster:
+        await ask(cluster.port, counting(3).body())
+        baseline = await leaks.capture(cluster)
+        for role in ("decode", "prefill"):
+            victim = (await cluster.wait_ready()).of_role(role)[0]
+            scripts = [counting(60 + i, step_ms=20, prefill_ms=200) for i in range(16)]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(exact_or_lost(cluster, script)) for script in scripts]
+                await wait_for_state(cluster, "decoding", 2)
+                os.kill(victim.live_pid, signal.SIGKILL)
+                late = [group.create_task(exact_or_lost(cluster, script)) for script in scripts[:4]]
+            assert any(task.result() for task in tasks), "every stream failed, though one worker lived"
+            assert any(task.result() for task in late), "nothing was served beside the dead worker"
+        await cluster.wait_ready(within_s=BACK_WITHIN_S)
+        await leaks.assert_no_leaks(cluster, baseline)
 
 
 @pytest.fixture
