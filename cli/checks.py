@@ -5,7 +5,9 @@ import socket
 
 from cli.problem import EXIT_USAGE, CommandProblem
 from shared.domain.errors import ServingError
+from shared.process import RealClock
 from shared.state.client import EvictionPolicyError, StateClient
+from shared.state.leadership import Leadership
 
 POLL_S = 0.05
 REDIS_TIMEOUT_S = 5.0  # an embedded one answers after 0.1 s; one elsewhere may be about to be up again
@@ -41,6 +43,25 @@ async def wait_for_redis(url: str) -> None:
     except ValueError:
         raise CommandProblem(
             f"{_without_password(url)} is no Redis URL; give one like redis://host:6379/0", exit_code=EXIT_USAGE
+        ) from None
+    finally:
+        await client.close()
+
+
+async def check_nobody_is_active(url: str) -> None:
+    """Two systems cannot share a Redis; a lease that a killed one left is over in 3 s. Raises CommandProblem."""
+    client = StateClient(url)
+    leadership = Leadership(client, RealClock())
+    try:
+        async with asyncio.timeout(REDIS_TIMEOUT_S):
+            while True:
+                if await leadership.find() is None:
+                    return
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise CommandProblem(
+            f"another firsttoken system is active on the Redis at {_without_password(url)}; stop it, or name another "
+            "--redis-url (redis://host:6379/1 is another database of the same server)"
         ) from None
     finally:
         await client.close()

@@ -92,7 +92,7 @@ def prepare(
 
 
 def main() -> None:
-    """The console script. Exit codes: 0 as asked, 1 it did not work, 2 wrong usage, 130 interrupted."""
+    """Exit codes: 0 as asked, 1 it did not work, 2 wrong usage, 130 interrupted."""
     try:
         app()
     except CommandProblem as problem:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from cli.child import Child, describe_exit
 from cli.plan import ChildSpec, DrainStage
-from cli.problem import EXIT_USAGE, CommandProblem
+from cli.problem import EXIT_FAILED, EXIT_USAGE, CommandProblem
 from cli.run_folder import RunFolder
 from shared.aio.backoff import Backoff
 
@@ -49,11 +49,7 @@ class Supervisor:
         while not self._stopping.is_set():
             started_at = asyncio.get_running_loop().time()
             log_begin = self._folder.log_size(spec.child_id)
-            child = await Child.start(spec, self._folder.log_path(spec.child_id))
-            self._children[spec.child_id] = (spec, child)
-            if self._stopping.is_set():  # the stop came while it was being started, and did not see it
-                child.kill()
-            code = await child.wait()
+            code = await self._run_once(spec)
             if self._stopping.is_set():
                 return
             num_deaths += 1
@@ -66,6 +62,18 @@ class Supervisor:
                 f"(log: {self._folder.log_path(spec.child_id)})"
             )
             await self._wait_for_stop(delay_s)
+
+    async def _run_once(self, spec: ChildSpec) -> int:
+        """One life of a child; returns its exit code. One that cannot even be started counts as one that failed."""
+        try:
+            child = await Child.start(spec, self._folder.log_path(spec.child_id))
+        except OSError as error:
+            self._say(f"{spec.child_id} cannot be started: {error}")
+            return EXIT_FAILED
+        self._children[spec.child_id] = (spec, child)
+        if self._stopping.is_set():  # the stop came while it was being started, and did not see it
+            child.kill()
+        return await child.wait()
 
     def _judge(self, child_id: str, code: int, num_deaths: int, log_begin: int) -> None:
         """Shows why a child does not come up; raises CommandProblem when another start makes no sense."""

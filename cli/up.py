@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.checks import check_port, wait_for_redis
+from cli.checks import check_nobody_is_active, check_port, wait_for_redis
 from cli.embedded_redis import plan_redis
 from cli.notes import Notes
 from cli.plan import ChildSpec, Deployment, plan_services
@@ -24,7 +24,7 @@ from shared.obs import logs
 from shared.settings import ADMIN_PORT_OFFSET, SCRIPTED_MODEL_NAME
 
 READY_TIMEOUT_S = 180.0  # a worker maps its weights in seconds; a cold disk and two busy cores may take a minute
-DRAIN_TIMEOUT_S = 35.0  # a service's own drain takes at most 30 s; after that it is not draining but stuck
+DRAIN_TIMEOUT_S = 45.0  # a gateway drains for 30 s, cuts what is left and waits for its ends: 41 s; later it is stuck
 LOG_CHECK_S = 30.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
 
@@ -50,6 +50,7 @@ def run_up(options: UpOptions, around: Mapping[str, str]) -> int:
     logs.configure("up", "ERROR")  # ours are notes; what the state client logs must not get between them
     if options.redis_url is not None:
         asyncio.run(wait_for_redis(options.redis_url))
+        asyncio.run(check_nobody_is_active(options.redis_url))
     try:
         folder = RunFolder.create(options.home)
     except OSError as error:
@@ -109,7 +110,7 @@ async def _serve(
                 await _wait_until_ready(deployment, notes)
                 supervisor.set_ready()
                 notes.tell(f"ready {deployment.url}", curl_line(deployment))
-                await _watch_logs(folder)
+                await _watch_logs(folder, notes)
             await supervisor.stop()
     except BaseExceptionGroup as failures:
         raise first_problem(failures) from None
@@ -131,10 +132,17 @@ async def _wait_until_ready(deployment: Deployment, notes: Notes) -> None:
     notes.waited()
 
 
-async def _watch_logs(folder: RunFolder) -> None:
+async def _watch_logs(folder: RunFolder, notes: Notes) -> None:
+    """Logs that cannot be shortened (a full disk, a removed folder) are said once and are no reason to end anything."""
+    has_failed = False
     while True:
         await asyncio.sleep(LOG_CHECK_S)
-        await asyncio.to_thread(folder.turn_over_long_logs)
+        try:
+            await asyncio.to_thread(folder.turn_over_long_logs)
+        except OSError as error:
+            if not has_failed:
+                notes.say(f"the logs in {folder.path} cannot be shortened: {error.strerror}")
+            has_failed = True
 
 
 def curl_line(deployment: Deployment) -> str:

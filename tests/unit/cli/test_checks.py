@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 from cli import checks
-from cli.checks import check_port, wait_for_redis
+from cli.checks import check_nobody_is_active, check_port, wait_for_redis
 from cli.problem import EXIT_FAILED, EXIT_USAGE, CommandProblem
+from shared.domain.ids import Epoch, Incarnation
+from shared.process import RealClock
+from shared.state.client import StateClient
 from shared.state.embedded import EmbeddedValkey
+from shared.state.leadership import Leadership
 
 
 @pytest.fixture
@@ -65,3 +69,20 @@ async def test_what_is_no_redis_url_is_wrong_usage() -> None:
         await wait_for_redis("http://127.0.0.1:6379")
 
     assert EXIT_USAGE == caught.value.exit_code
+
+
+async def test_a_redis_with_an_active_system_is_refused(
+    valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers and ours would meet; once its lease is over there is room for us."""
+    monkeypatch.setattr(checks, "REDIS_TIMEOUT_S", 0.2)
+    await check_nobody_is_active(valkey.url)
+    client = StateClient(valkey.url)
+    leadership = Leadership(client, RealClock())
+    await leadership.acquire(Incarnation(1), "127.0.0.1:1", Epoch(0))
+
+    with pytest.raises(CommandProblem, match="another firsttoken system is active"):
+        await check_nobody_is_active(valkey.url)
+    await leadership.release()
+    await check_nobody_is_active(valkey.url)
+    await client.close()

@@ -129,6 +129,24 @@ async def test_a_child_that_never_comes_up_ends_the_run(tmp_path: Path, monkeypa
     assert str(run.folder.log_path("decode-0")) in caught.value.sentence
 
 
+async def test_a_child_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk or a removed log folder is said, and ends neither the others nor, once it is over, this one."""
+    monkeypatch.setattr(supervisor_module, "FIRST_RESTART_DELAY_S", 0.01)
+    run = _Run(tmp_path)
+    run.supervisor.set_ready()
+    run.folder.path.rmdir()
+
+    async with asyncio.TaskGroup() as group:
+        scope.spawn(group, run.supervisor.keep(_spec("decode-0", IGNORES)), name="decode-0")
+        await run.until(lambda: len(run.said) >= 2)
+        run.folder.path.mkdir()
+        await run.until(lambda: "up" in run.log("decode-0"))
+        run.supervisor.kill()
+
+    assert run.said[0].startswith("decode-0 cannot be started: ")
+    assert "starting it again" in run.said[1]
+
+
 async def test_kill_ends_everything_at_once(tmp_path: Path) -> None:
     """Also what a child started itself, as long as it stayed in its group."""
     run = _Run(tmp_path)
