@@ -21,6 +21,7 @@ from scheduler.messages import (
     DrainStarted,
     HeartbeatTold,
     InventoryTold,
+    Noted,
     Refused,
     ReportTold,
     Resign,
@@ -44,6 +45,9 @@ from shared.domain.lifecycle import RetryRule
 from shared.domain.lifecycle_events import WriteStep
 from shared.domain.request import CancelReason, RequestState, Role, StoredRequest
 from shared.domain.worker import LossLimits
+
+# Several ticks: after longer this process did not run (it was stopped, or its machine slept), whatever others did.
+MAX_TICK_GAP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,7 @@ class SchedulerCore:
         self._owed_outcomes: dict[RequestId, StoredRequest] = {}
         self._owed_placements: set[RequestId] = set()
         self._out: list[CoreEffect] = []
+        self._ticked_at: float | None = None
         self._lives = Lives(
             ledger=self.ledger,
             waiting=self.waiting,
@@ -281,6 +286,7 @@ class SchedulerCore:
     # ---- time
 
     def _tick(self, now: float) -> None:
+        self._excuse_own_pause(now)
         self._sessions.check(now)
         for entry in self.ledger.live():
             broken_at = entry.stream_broken_at
@@ -290,6 +296,21 @@ class SchedulerCore:
         self._lives.place(now)
         self._tell_positions()
         self.ledger.forget_old_ends(now)
+
+    def _excuse_own_pause(self, now: float) -> None:
+        """Time in which this process did not run is nobody's silence: whatever measures one starts later by it."""
+        pause_s = 0.0 if self._ticked_at is None else now - self._ticked_at - MAX_TICK_GAP_S
+        self._ticked_at = now
+        if pause_s <= 0.0:
+            return
+        self._emit(Noted(what="scheduler paused", reason=f"{pause_s + MAX_TICK_GAP_S:.1f} s between two ticks"))
+        for worker in self.fleet:
+            worker.heard_at = min(worker.heard_at + pause_s, now)
+            worker.session_broken_at = _later(worker.session_broken_at, pause_s, now)
+        for entry in self.ledger.live():
+            entry.stream_broken_at = _later(entry.stream_broken_at, pause_s, now)
+        for waiter in self.waiting:
+            waiter.unservable_since = _later(waiter.unservable_since, pause_s, now)
 
     def _fail_unservable(self, now: float) -> None:
         """A request whose pool has lost all its workers waits as long as a lost worker is waited for."""
@@ -309,3 +330,8 @@ class SchedulerCore:
                 entry = self.ledger.get(waiter.request_id)
                 if entry is not None:
                     self._lives.tell_queued(entry)
+
+
+def _later(since: float | None, by_s: float, now: float) -> float | None:
+    """What began in or after the pause does not begin in the future."""
+    return None if since is None else min(since + by_s, now)

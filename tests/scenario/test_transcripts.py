@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -92,7 +92,7 @@ class Runner:
         verb, *words = line.split()
         options = dict(word.split("=", 1) for word in words if "=" in word)
         plain = [word for word in words if "=" not in word]
-        commands: dict[str, Callable[[list[str], dict[str, str]], list[CoreEvent]]] = {
+        commands: dict[str, Callable[[list[str], dict[str, str]], Iterable[CoreEvent]]] = {
             "worker": self.worker,
             "start": self.start,
             "wrote": self.wrote,
@@ -102,6 +102,7 @@ class Runner:
             "session-closed": lambda plain, _: [SessionClosed(session=self.sessions[plain[0]])],
             "stream-closed": lambda plain, _: [StreamClosed(stream=self.streams[plain[0]])],
             "tick": self.tick,
+            "pause": self.pause,
             "redis": self.redis,
             "drain": lambda _plain, _options: [DrainStarted()],
         }
@@ -199,12 +200,19 @@ class Runner:
         )
         return [HeartbeatTold(session=self.sessions[plain[0]], capacity=capacity)]
 
-    def tick(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
-        """Time passes; workers named after it stay silent, the others have just spoken."""
+    def tick(self, plain: list[str], options: dict[str, str]) -> Iterable[CoreEvent]:
+        """Time passes, a tick each second; workers named after it stay silent, the others have just spoken."""
+        ends_at = self.now + float(plain[0])
+        while self.now < ends_at:
+            self.now = min(self.now + 1.0, ends_at)
+            for worker in self.core.fleet:
+                if worker.worker_id not in plain[1:] and worker.session is not None:
+                    worker.heard_at = self.now
+            yield Ticked()
+
+    def pause(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
+        """The scheduler itself did not run for so long, and its tick comes before anything that waits to be read."""
         self.now += float(plain[0])
-        for worker in self.core.fleet:
-            if worker.worker_id not in plain[1:] and worker.session is not None:
-                worker.heard_at = self.now
         return [Ticked()]
 
     def redis(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:

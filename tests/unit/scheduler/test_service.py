@@ -113,8 +113,11 @@ class Line:
                 await asyncio.sleep(0.002)
 
     def pass_time(self, seconds: float) -> None:
-        self.clock.now += seconds
-        self.driver.step(Ticked())
+        """With a tick at least each second: more at once would be taken for a pause of the scheduler."""
+        ends_at = self.clock.now + seconds
+        while self.clock.now < ends_at:
+            self.clock.now = min(self.clock.now + 1.0, ends_at)
+            self.driver.step(Ticked())
 
 
 @asynccontextmanager
@@ -284,7 +287,7 @@ async def test_a_lost_worker_fails_its_requests_and_frees_the_other_side(line: L
     """Decode stays silent for the time: FAILED with WORKER_LOST, Abort to prefill, its session closed."""
     async with serve_stream(line.channel, make_spec()) as gateway:
         await drive_to(line, gateway, RequestState.DECODING)
-        line.clock.now += 4.0
+        line.pass_time(4.0)
         await line.prefill.heartbeat()
         async with asyncio.timeout(ANSWER_S):
             while max(worker.heard_at for worker in line.driver.core.fleet) < line.clock.now:
@@ -342,9 +345,8 @@ async def test_a_broken_stream_is_a_grace_and_then_a_cancel(line: Line) -> None:
     async with serve_stream(line.channel, make_spec(), last_attempt_seen=1) as gateway:
         assert b"ticket" == (await gateway.expect("placed")).placed.attach_ticket
     await broken(line)
-    for worker in (line.prefill, line.decode):
-        line.clock.now += 4.0
-        await worker.heartbeat()
+    await heard(line)
+    line.pass_time(4.0)
     await heard(line)
     line.pass_time(1.0)
     entry = line.driver.core.ledger.get(RequestId("r1"))
