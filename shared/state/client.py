@@ -12,8 +12,16 @@ from importlib import resources
 from typing import Any, cast
 
 from redis.asyncio.connection import Connection, parse_url
+from redis.exceptions import (
+    ClusterDownError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.domain.errors import ErrorCode, ServingError
@@ -24,8 +32,20 @@ TIMEOUT_S = 0.5  # decisions §3: no answer in 500 ms means that Redis is away
 MAX_CONNECTIONS = 8  # one process has a few writers; more would only queue inside Redis' one thread
 SCAN_COUNT = 500
 
-# A store that is full, read-only or loading does not answer questions of ours: as good as away.
-_AWAY = (OSError, RedisConnectionError, RedisTimeoutError, TimeoutError, ReadOnlyError, OutOfMemoryError)
+# A store that is full, read-only, loading or failing over does not answer questions of ours: as good as away.
+_AWAY = (
+    OSError,
+    TimeoutError,
+    RedisConnectionError,
+    RedisTimeoutError,
+    ClusterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    TryAgainError,
+)
+# So is one that refuses writes for want of replicas or after a failed snapshot, or is held up by somebody's script:
+# redis-py has no class for these, the reply begins with the word.
+_AWAY_WORDS = frozenset({"NOREPLICAS", "MISCONF", "BUSY"})
 
 _log = get_logger("state")
 
@@ -59,7 +79,9 @@ class StateClient:
         try:
             async with asyncio.timeout(self._timeout_s), self._slots:
                 reply = await self._call(command)
-        except _AWAY as error:
+        except (*_AWAY, ResponseError) as error:
+            if not isinstance(error, _AWAY) and str(error).partition(" ")[0] not in _AWAY_WORDS:
+                raise
             if not self._is_away:
                 _log.warning("redis is away", error=type(error).__name__, reason=str(error))
             self._is_away = True

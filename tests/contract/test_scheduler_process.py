@@ -80,10 +80,14 @@ async def admitted(gateway: FakeGateway) -> None:
 
 async def started(channel: grpc.aio.Channel, prefill: FakeWorker, decode: FakeWorker) -> None:
     """Waits until both are ready."""
-    stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
     async with asyncio.timeout(ANSWER_S):
-        while sum(each.ready for each in (await stub.Status(scheduler_pb2.StatusRequest())).services) < 3:
+        while sum(each.ready for each in (await _status(channel)).services) < 3:
             await asyncio.sleep(0.01)
+
+
+async def _status(channel: grpc.aio.Channel) -> scheduler_pb2.StatusReply:
+    stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+    return await stub.Status(scheduler_pb2.StatusRequest())
 
 
 async def test_a_request_leaves_its_outcome_and_no_live_record(valkey: EmbeddedValkey, client: StateClient) -> None:
@@ -139,3 +143,33 @@ async def test_a_replaced_scheduler_ends(valkey: EmbeddedValkey, client: StateCl
             await client.call("HSET", LEASE, "holder", "1", "address", "elsewhere:1", "epoch", "99")
             await client.call("SET", EPOCH, "9999999999999999")
             await task
+
+
+async def test_a_store_that_refuses_writes_ends_nothing(valkey: EmbeddedValkey, client: StateClient) -> None:
+    """Without its replicas: a running request goes on to its outcome, a new one is refused, and it recovers."""
+    async with running(valkey, client) as (_, address, task), peers(address) as (channel, prefill, decode):
+        await started(channel, prefill, decode)
+        async with serve_stream(channel, make_spec()) as gateway:
+            await admitted(gateway)
+            key = await decode.reserve()
+            await gateway.expect("placed")
+            await client.call("CONFIG", "SET", "min-replicas-to-write", 1)
+            async with serve_stream(channel, make_spec("r2")) as refused:
+                assert "STATE_UNAVAILABLE" == (await refused.expect("outcome")).outcome.error.code
+            done = scheduler_pb2.SequenceDone(finish_reason=common_pb2.FINISH_REASON_STOP, completion_tokens=4)
+            await decode.report(key, sequence_done=done)
+            outcome = (await gateway.expect("outcome")).outcome
+            assert scheduler_pb2.OUTCOME_KIND_FINISHED == outcome.kind
+        assert not (await _status(channel)).redis_ready
+        await client.call("CONFIG", "SET", "min-replicas-to-write", 0)
+        async with asyncio.timeout(ANSWER_S):
+            while not (await _status(channel)).redis_ready:
+                await asyncio.sleep(0.01)
+        stored = await RequestStore(client).load(RequestId("r1"))
+        assert stored is not None
+        assert RequestState.FINISHED is stored.state
+        async with serve_stream(channel, make_spec("r3")) as gateway:
+            await admitted(gateway)
+            await gateway.cancel()
+            await gateway.expect("outcome")
+        assert not task.done()

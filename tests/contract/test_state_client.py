@@ -3,6 +3,7 @@ import random
 import time
 
 import pytest
+from redis.exceptions import ResponseError
 
 from shared.aio.scope import spawn
 from shared.domain.errors import ErrorCode, ServingError
@@ -107,6 +108,49 @@ async def test_full_store_is_away(client: StateClient) -> None:
         assert ErrorCode.STATE_UNAVAILABLE == caught.value.code
     finally:
         await client.call("CONFIG", "SET", "maxmemory", before)
+
+
+async def test_a_store_without_its_replicas_is_away(client: StateClient) -> None:
+    """It refuses writes, alone and in a script, until it has them; reading goes on."""
+    await client.call("CONFIG", "SET", "min-replicas-to-write", 1)
+    try:
+        with pytest.raises(ServingError) as alone:
+            await client.call("SET", "key", "value")
+        with pytest.raises(ServingError) as in_script:
+            await client.run(Script("acquire_lease"), ["lease:{x}", "epoch:{x}"], ["me", "here", 1, 1, 1000, 1000])
+        assert {ErrorCode.STATE_UNAVAILABLE} == {alone.value.code, in_script.value.code}
+        assert await client.call("GET", "key") is None
+    finally:
+        await client.call("CONFIG", "SET", "min-replicas-to-write", 0)
+    assert b"OK" == await client.call("SET", "key", "value")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "NOREPLICAS Not enough good replicas to write.",
+        "MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist to disk.",
+        "BUSY Redis is busy running a script.",
+        "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+        "CLUSTERDOWN The cluster is down",
+        "TRYAGAIN Multiple keys request during rehashing of slot",
+        "LOADING Redis is loading the dataset in memory",
+        "READONLY You can't write against a read only replica.",
+        "OOM command not allowed when used memory > 'maxmemory'.",
+    ],
+)
+async def test_refusals_that_pass_are_an_outage(client: StateClient, reply: str) -> None:
+    """Whatever the store is waiting for, it cannot hold state now. The store itself says the words, by a script."""
+    with pytest.raises(ServingError) as caught:
+        await client.call("EVAL", "return redis.error_reply(ARGV[1])", 0, reply)
+    assert ErrorCode.STATE_UNAVAILABLE == caught.value.code
+    assert await client.ping()
+
+
+async def test_a_wrong_command_is_a_bug(client: StateClient) -> None:
+    """And not an outage, which would hide it."""
+    with pytest.raises(ResponseError, match="unknown command"):
+        await client.call("NONSENSE")
 
 
 async def test_eviction_policy_is_checked(client: StateClient) -> None:
