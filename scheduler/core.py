@@ -48,6 +48,7 @@ from shared.domain.worker import LossLimits
 
 # Several ticks: after longer this process did not run (it was stopped, or its machine slept), whatever others did.
 MAX_TICK_GAP_S = 1.0
+NOT_KNOWN = "the request is not known any more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,7 @@ class SchedulerCore:
         if not waiter.request_id:
             return ServingError(ErrorCode.INVALID_REQUEST, "request id must not be empty")
         if event.last_attempt_seen > 0:
-            return ServingError(ErrorCode.STATE_UNAVAILABLE, "the request is not known any more")
+            return ServingError(ErrorCode.STATE_UNAVAILABLE, NOT_KNOWN)
         if self.is_draining:
             return ServingError(ErrorCode.DRAINING, "the scheduler takes no new requests")
         if not self.is_state_ready:
@@ -234,12 +235,15 @@ class SchedulerCore:
             return  # cancelled in the meantime; its outcome is the next write
         if event.error is not None:
             stream = entry.stream
-            # Not answered is not "not done": a Redis that was only slow may write it yet. So the refusal is owed, too.
-            self._owe(replace(self.ledger.stored(entry), state=RequestState.FAILED, error_code=event.error.value))
+            if event.error is ErrorCode.STATE_UNAVAILABLE:
+                # Not answered is not "not done": a Redis that was only slow may write it yet. So the refusal is owed.
+                self._owe(replace(self.ledger.stored(entry), state=RequestState.FAILED, error_code=event.error.value))
+                message = "the record store does not answer"
+            else:  # its record of an earlier scheduler has ended: its gateway has dialled again in vain
+                message = NOT_KNOWN
             self._lives.forget(entry)
             if stream is not None:
-                error = ServingError(ErrorCode.STATE_UNAVAILABLE, "the record store does not answer")
-                self._lives.refuse(stream, error)
+                self._lives.refuse(stream, ServingError(ErrorCode.STATE_UNAVAILABLE, message))
             return
         waiter.is_written = True
         entry.is_written = True

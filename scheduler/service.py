@@ -36,7 +36,13 @@ from shared.aio.channel import Channel
 from shared.aio.scope import cancel_and_wait, spawn
 from shared.codec.errors import detail_to_error
 from shared.codec.kv import target_from_wire
-from shared.codec.request import finish_reason_from_wire, key_from_wire, outcome_to_wire, spec_from_wire
+from shared.codec.request import (
+    cancel_reason_from_wire,
+    finish_reason_from_wire,
+    key_from_wire,
+    outcome_to_wire,
+    spec_from_wire,
+)
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, WorkerId
@@ -123,7 +129,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         entry = driver.core.ledger.get(request_id)
         if entry is None:
             raise ServingError(ErrorCode.REQUEST_NOT_FOUND, "no such request")
-        driver.step(CancelAsked(request_id=request_id, reason=_cancel_reason(request.reason, CancelReason.DELETE)))
+        driver.step(
+            CancelAsked(request_id=request_id, reason=cancel_reason_from_wire(request.reason, CancelReason.DELETE))
+        )
         is_released = await driver.wait_released(request_id, CANCEL_WAIT_S)
         outcome = entry.record.outcome
         if outcome is None:  # its admission came to nothing in the meantime
@@ -202,7 +210,7 @@ async def _read_gateway(driver: Driver, request_id: RequestId, messages: AsyncIt
     """Until the gateway closes its side, which it may do long before the outcome."""
     async for up in messages:
         if up.WhichOneof("message") == "cancel":
-            reason = _cancel_reason(up.cancel.reason, CancelReason.DISCONNECT)
+            reason = cancel_reason_from_wire(up.cancel.reason, CancelReason.DISCONNECT)
             driver.step(CancelAsked(request_id=request_id, reason=reason))
 
 
@@ -226,7 +234,7 @@ async def _read_worker(
             case "event":
                 report = _report_from_wire(up.event)
                 if report is None:
-                    continue  # of a newer worker; it stays unacknowledged, and with it all that follows
+                    continue  # of a newer worker, and of no use here; acknowledged with the next one that is
                 driver.step(
                     ReportTold(session=session, number=up.event.number, key=key_from_wire(up.event.key), report=report)
                 )
@@ -246,14 +254,6 @@ async def _first(messages: AsyncIterator[_Up]) -> _Up | None:
 
 async def _refuse_standby(context: "ServeContext | SessionContext | CancelContext | StatusContext") -> NoReturn:
     await context.abort(grpc.StatusCode.UNAVAILABLE, "not the active scheduler")
-
-
-def _cancel_reason(text: str, default: CancelReason) -> CancelReason:
-    """A reason of a newer gateway is taken for the default: the cancel matters, not its name."""
-    try:
-        return CancelReason(text)
-    except ValueError:
-        return default
 
 
 def _facts_from_wire(hello: scheduler_pb2.WorkerHello) -> WorkerFacts:

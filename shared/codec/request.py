@@ -3,7 +3,7 @@
 from shared.codec.errors import detail_to_error, error_to_detail
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId
-from shared.domain.request import FinishReason, Outcome, RequestSpec, RequestState
+from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, RequestState
 from shared.domain.sampling import SamplingParams
 from shared.wire import common_pb2, scheduler_pb2
 
@@ -72,6 +72,14 @@ def finish_reason_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReas
 def finish_reason_from_wire(reason: "common_pb2.FinishReason.ValueType") -> FinishReason | None:
     """None where the wire says nothing."""
     return _FINISH_FROM_WIRE.get(reason)
+
+
+def cancel_reason_from_wire(text: str, default: CancelReason) -> CancelReason:
+    """A reason of a newer gateway is taken for the default: the cancel matters, not its name."""
+    try:
+        return CancelReason(text)
+    except ValueError:
+        return default
 
 
 def outcome_state_from_wire(kind: "scheduler_pb2.OutcomeKind.ValueType") -> RequestState | None:

@@ -8,6 +8,7 @@ from redis.asyncio.connection import Connection
 from redis.exceptions import RedisError
 
 from shared.aio.backoff import Backoff
+from shared.codec.request import cancel_reason_from_wire
 from shared.domain.errors import ServingError
 from shared.domain.ids import RequestId
 from shared.domain.request import CancelReason
@@ -35,7 +36,9 @@ class Cancellations:
     async def read(self, request_id: RequestId) -> CancelReason | None:
         """The reason, if there is a mark."""
         reply = await self._client.call("GET", cancel_key(request_id))
-        return None if reply is None else CancelReason(reply.decode())
+        if reply is None:
+            return None
+        return cancel_reason_from_wire(reply.decode(errors="replace"), CancelReason.DELETE)
 
     async def clear(self, request_id: RequestId) -> None:
         """Once the request has ended; without it the mark would be told again after each reconnect, for ten minutes."""

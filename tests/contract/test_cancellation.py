@@ -29,6 +29,13 @@ async def test_mark_is_read_until_cleared(client: StateClient) -> None:
     assert await marks.read(ONE) is None
 
 
+@pytest.mark.parametrize("text", ["a reason of tomorrow", b"\xff"])
+async def test_a_mark_with_an_unknown_reason_is_a_mark(client: StateClient, text: str | bytes) -> None:
+    """A newer gateway may have set it: what counts is that the request is cancelled."""
+    await client.call("SET", cancel_key(ONE), text)
+    assert CancelReason.DELETE is await Cancellations(client).read(ONE)
+
+
 async def test_watcher_sees_old_marks_then_new_ones(client: StateClient) -> None:
     """What was marked before the watch counts as well."""
     marks = Cancellations(client)

@@ -166,7 +166,8 @@ class Runner:
 
     def wrote(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
         key = _key(plain[0])
-        error = ErrorCode.STATE_UNAVAILABLE if "failed" in plain else None
+        errors = {"failed": ErrorCode.STATE_UNAVAILABLE, "stale": ErrorCode.STALE_ATTEMPT}
+        error = next((errors[word] for word in plain if word in errors), None)
         return [Written(request_id=key.request_id, attempt=key.attempt, step=WriteStep(plain[1]), error=error)]
 
     def report(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.codec.request import (
+    cancel_reason_from_wire,
     finish_reason_from_wire,
     finish_reason_to_wire,
     key_from_wire,
@@ -16,11 +17,10 @@ from shared.codec.request import (
 )
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId
-from shared.domain.request import FinishReason, Outcome, RequestSpec, RequestState
+from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, RequestState
 from shared.domain.sampling import MAX_SEED, SamplingParams
 from shared.wire import common_pb2, scheduler_pb2
 
-# Floats are float32 on the wire: only values that float32 holds come back equal.
 specs = st.builds(
     RequestSpec,
     request_id=st.text(min_size=1, max_size=26).map(RequestId),
@@ -28,8 +28,8 @@ specs = st.builds(
     max_tokens=st.integers(1, 2**32 - 1),
     sampling=st.builds(
         SamplingParams,
-        temperature=st.floats(0, 2, width=32),
-        top_p=st.floats(0, 1, width=32, exclude_min=True),
+        temperature=st.floats(0, 2),
+        top_p=st.floats(0, 1, exclude_min=True),
         top_k=st.integers(0, 2**32 - 1),
         seed=st.integers(0, MAX_SEED),
     ),
@@ -68,6 +68,14 @@ def test_a_finish_reason_survives_the_wire(reason: FinishReason | None) -> None:
     """None is the unspecified zero."""
 
     assert reason is finish_reason_from_wire(finish_reason_to_wire(reason))
+
+
+@pytest.mark.parametrize("reason", CancelReason)
+def test_a_cancel_reason_survives_the_wire(reason: CancelReason) -> None:
+    """One that nobody here knows is the default."""
+
+    assert reason is cancel_reason_from_wire(reason.value, CancelReason.DELETE)
+    assert reason is cancel_reason_from_wire("a reason of tomorrow", reason)
 
 
 @pytest.mark.parametrize(
