@@ -16,7 +16,9 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.request import CancelReason, Outcome, RequestSpec
 
 ADMISSION_WAIT_S = 10.0  # decisions §1: without an active scheduler a new request waits this long, then 503
-GRACE_S = 5.0  # what the scheduler gives a gateway whose stream broke
+# Twice what the scheduler gives a gateway whose stream broke: a scheduler that stood still begins to count when it goes
+# on, and nothing runs short meanwhile, as the tokens come from decode.
+GRACE_S = 10.0
 
 
 class ControlLine:
