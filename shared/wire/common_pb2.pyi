@@ -94,7 +94,7 @@ class SamplingParams(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 = greedy"""
+    """0 = greedy; double: what the client asked for, and a small value stays above 0"""
     top_p: _builtins.float
     """(0, 1]"""
     top_k: _builtins.int
