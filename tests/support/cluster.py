@@ -1,6 +1,7 @@
 """A whole system of real processes, started as a person would: by `firsttoken up`."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,6 +181,7 @@ class Cluster:
                 raise AssertionError(f"`up` has not stopped in {STOP_TIMEOUT_S} s\n{self.log_tail()}") from None
             assert 0 == code, self.log_tail()
         self.wait_gone(within_s=5.0)
+        shutil.rmtree(self.log_path.parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
