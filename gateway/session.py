@@ -204,7 +204,7 @@ class Session:
             ticket=placed.attach_ticket,
             from_index=self._num_tokens + 1,
         )
-        while not self._is_answered:
+        while not self._is_answered and self._break_error is None:
             event = await subscription.get()
             match event:
                 case TokensArrived():
@@ -238,7 +238,13 @@ class Session:
         self._acknowledge()
 
     async def _finish(self, texts: list[str], reason: FinishReason) -> None:
-        """The last texts and the end, as one frame."""
+        """The last texts and the end, as one frame.
+
+        Nothing where the answer was broken off in the same pass of the loop, before the scope's cancel came through:
+        the client is told that error, and an answer has one head and one end.
+        """
+        if self._break_error is not None:
+            return
         usage = self._usage()
         self._is_answered = True  # from here on nothing breaks it off: it only waits for room
         if not self.is_stream:

@@ -3,10 +3,25 @@
 import asyncio
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from gateway.answer import MAX_FRAMES, Frame, Head
+from gateway.clients.scheduler import ControlEvent, Placed, Queued
+from gateway.clients.tokens import SequenceEnded, TokenEvent, TokensArrived
+from gateway.intake import IntakeReader
+from gateway.journal import Journal
+from gateway.request_id import new_identity
+from gateway.session import Services, Session
+from shared.aio.channel import Channel
 from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import Attempt, Incarnation, TokenId, WorkerId
+from shared.domain.request import CancelReason, FinishReason, Outcome, RequestState
+from shared.obs.metrics import Metrics
+from shared.process import RealClock
+from shared.text.chat import ChatTokenizer
 from tests.support.chat import CHAT_PATH, ask, collect, stream_chat
 from tests.support.fake_backend import STOP, FakeBackend, FakeRequest
 from tests.support.gateway_app import RunningGateway, running_gateway
@@ -345,3 +360,89 @@ async def test_a_slow_client_that_reads_in_time_gets_everything() -> None:
 
     assert num_sent < 400
     assert script.text() == record.text
+
+
+class ByHand:
+    """Control stream and token subscription of one session: the test says what comes, and in which pass of the loop."""
+
+    def __init__(self) -> None:
+        self.control: Channel[ControlEvent] = Channel(8)
+        self.tokens: Channel[TokenEvent] = Channel(8)
+        self.num_taken = 0
+
+    async def serve(self, _: object) -> "ByHand":
+        """The control stream."""
+        return self
+
+    async def read(self) -> ControlEvent:
+        """Its next event."""
+        return await self.control.get()
+
+    async def ask_cancel(self, _: CancelReason) -> None:
+        """The scheduler says at once that it is cancelled."""
+        error = ServingError(ErrorCode.CANCELLED, "cancelled")
+        self.control.try_put(Outcome(state=RequestState.CANCELLED, error=error))
+
+    def attach(self, **_: object) -> "ByHand":
+        """The subscription."""
+        return self
+
+    async def get(self) -> TokenEvent:
+        """Its next event."""
+        event = await self.tokens.get()
+        self.num_taken += 1
+        return event
+
+    def ack(self, _: int) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_end_and_a_break_in_one_pass_make_one_answer(stream: bool) -> None:
+    """The last tokens have come and a cancel comes before they are handled: the client gets the error, once, and no more.
+
+    The stream's channel is full, so that its end would have to wait: a cancel during that would have lost it.
+    """
+    script = counting(200)
+    hand, clock, metrics = ByHand(), RealClock(), Metrics("gateway", "gateway-test")
+    services = SimpleNamespace(clock=clock, scheduler=hand, tokens=hand, served_model_name="scripted")
+    intake = IntakeReader(ChatTokenizer.scripted(), "scripted").read_completion(
+        json.dumps({**script.body(), "stream": stream}).encode()
+    )
+    identity = new_identity({}, clock.unix_ms())
+    session = Session(cast("Services", services), intake, identity, Journal(clock, metrics, identity, CHAT_PATH))
+    ids = [TokenId(256 + number) for number in range(200)]
+    placed = Placed(
+        attempt=Attempt(1),
+        decode_worker=WorkerId("decode-0"),
+        decode_address="",
+        decode_incarnation=Incarnation(1),
+        attach_ticket=b"",
+        prefill_worker=WorkerId("prefill-0"),
+    )
+    hand.control.try_put(Queued(position=0))
+    hand.control.try_put(placed)
+    items: list[Head | Frame] = []
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        task = group.create_task(session.run())
+        for number in range(MAX_FRAMES - 2 if stream else 1):  # the head and the first comment are there
+            await hand.tokens.put(TokensArrived(ids=(ids[number],), cached_tokens=0))
+            while hand.num_taken <= number:
+                await asyncio.sleep(0)
+        hand.tokens.try_put(SequenceEnded(index=hand.num_taken, reason=FinishReason.STOP))
+        session.cancel(CancelReason.DELETE, ServingError(ErrorCode.CANCELLED, "cancelled"))
+        while not session.link.out.is_closed or len(session.link.out):
+            items += [await session.link.out.get()] if len(session.link.out) else []
+            await asyncio.sleep(0)
+        session.link.is_over.set()
+        await task
+    metrics.close()
+
+    assert [200 if stream else 410] == [item.status for item in items if isinstance(item, Head)]
+    body = b"".join(item.data for item in items if isinstance(item, Frame))
+    assert 1 == body.count(b'"error"')
+    assert 0 == body.count(b'"finish_reason": "stop"')
+    assert stream == body.endswith(b"data: [DONE]\n\n")
