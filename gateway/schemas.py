@@ -146,7 +146,7 @@ class GenerationBody(_Body):
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             param = _param_of(problem["loc"])
-            raise _invalid(f"{param}: {problem['msg']}", param) from None
+            raise _invalid(f"{param or 'body'}: {problem['msg']}", param or None) from None
 
     @property
     def chosen_max_tokens(self) -> int | None:
@@ -192,9 +192,14 @@ def refuse_unsupported_messages(messages: list[Message]) -> None:
 
 def _refuse_unsupported(fields: dict[str, Any], unsupported: dict[str, tuple[object, ...]], path: str) -> None:
     for name, harmless in unsupported.items():
-        if name in fields and fields[name] not in harmless:
+        if name in fields and not any(_is_same(fields[name], value) for value in harmless):
             what = "n: only 1 is supported" if name == "n" else f"{path}{name} is not supported"
             raise _invalid(what, path + name)
+
+
+def _is_same(given: object, value: object) -> bool:
+    """Equal in JSON's sense: Python holds True for 1 and False for 0."""
+    return given == value and isinstance(given, bool) == isinstance(value, bool)
 
 
 def _param_of(loc: tuple[int | str, ...]) -> str:
@@ -202,5 +207,5 @@ def _param_of(loc: tuple[int | str, ...]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
 
 
-def _invalid(message: str, param: str) -> ServingError:
+def _invalid(message: str, param: str | None) -> ServingError:
     return ServingError(ErrorCode.INVALID_REQUEST, message, param=param)

@@ -115,6 +115,36 @@ def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str) ->
     assert re.split(r"[.\[]", param)[0] in error.message
 
 
+BOOLEANS = ("stream", "ignore_eos", "logprobs", "echo", "resumable")
+NUMBERS = (
+    *("temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens", "n", "best_of"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens", "top_logprobs"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in BOOLEANS for value in (0, 1, 0.0, 1.0)),
+        *((name, value) for name in NUMBERS for value in (False, True)),
+    ],
+)
+def test_booleans_are_no_numbers_and_numbers_no_booleans(name: str, value: float) -> None:
+    """Although Python holds True for 1 and False for 0; also where the value would ask for nothing."""
+    error = refusal(body(**{name: value}))
+
+    assert name == error.param
+    assert name in error.message
+
+
+def test_a_key_that_is_no_text_is_refused() -> None:
+    """Half of a surrogate pair in the name of a field: there is no name to give back."""
+    error = refusal({**body(), "\ud800": 1})
+
+    assert None is error.param
+    assert error.message.startswith("body: ")
+
+
 def test_the_refusal_of_n_says_what_is_allowed() -> None:
     """One answer a request."""
     assert "n: only 1 is supported" == refusal(body(n=2)).message
