@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 
+from gateway.body import BodyReader
 from gateway.canceller import Canceller
 from gateway.clients.scheduler import SchedulerClient
 from gateway.clients.tokens import TokenStreams
@@ -25,7 +26,7 @@ from shared.state.cancellation import Cancellations
 from shared.state.locate import SchedulerLocator
 from shared.text.chat import ChatTokenizer
 
-# Rendering and tokenising: the tokenizer's inner part runs without the interpreter's lock, the rest does not.
+# Rendering and tokenising: tokenising, by far the longest part, runs without the interpreter's lock.
 _INTAKE_THREADS = 2
 
 
@@ -35,6 +36,7 @@ class Gateway:
 
     app: FastAPI
     sessions: Sessions
+    bodies: BodyReader
     fleet: FleetView
 
 
@@ -60,6 +62,9 @@ async def open_gateway(
         try:
             async with asyncio.TaskGroup() as group:
                 sessions = Sessions(group, config.max_open_requests)
+                bodies = BodyReader(
+                    max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s, draining=sessions.draining
+                )
                 tokens = TokenStreams(pool, group, metrics)
                 services = Services(
                     clock=clock,
@@ -73,12 +78,13 @@ async def open_gateway(
                 routes = Routes(
                     services=services,
                     sessions=sessions,
+                    bodies=bodies,
                     reader=IntakeReader(tokenizer, config.served_model_name),
                     executor=executor,
                     config=config,
                 )
                 metrics.active_streams(lambda: sessions.num_streams)
-                yield Gateway(app=make_app(routes), sessions=sessions, fleet=fleet)
+                yield Gateway(app=make_app(routes), sessions=sessions, bodies=bodies, fleet=fleet)
                 sessions.close()
                 tokens.close()
         finally:

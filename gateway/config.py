@@ -13,6 +13,8 @@ class GatewayConfig(ModelSettings):
     port: Port = 8000
     # A prompt that fills a window of 128k tokens has well under 1 MiB of text; JSON escapes can make six bytes of one.
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
+    # From the headers to its last byte: 1 MiB at 280 kbit/s, a poor mobile uplink. Half a body keeps a place that long.
+    body_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     # Proxies and browsers give up on an idle connection after 30 to 60 s; half of the smaller one.
     keep_alive_s: Annotated[float, Field(gt=0)] = 15.0
     # A phone that changes from one network to another is back within it.

@@ -1,6 +1,7 @@
 """`ServingError` -> HTTP. In a stream the same object is written by `gateway.sse`."""
 
 import json
+from http import HTTPStatus
 
 from shared.domain.errors import ErrorCode, ServingError, openai_error
 
@@ -15,8 +16,9 @@ def http_status(error: ServingError) -> int:
 
 
 def error_headers(error: ServingError) -> dict[str, str]:
-    """Beside the content type."""
-    return {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
+    """Beside the content type. After a 408 the connection closes (RFC 9110 §15.5.9): half a request is still in it."""
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
+    return {**headers, "connection": "close"} if http_status(error) == HTTPStatus.REQUEST_TIMEOUT else headers
 
 
 def error_body(error: ServingError) -> bytes:

@@ -75,13 +75,13 @@ class IntakeReader:
         self._tokenizer = tokenizer
         self._names = (served_model_name, DEFAULT_ALIAS)
 
-    def read_completion(self, body: bytes) -> Intake:
+    def read_completion(self, body: bytes | bytearray) -> Intake:
         """POST /v1/chat/completions. Raises ServingError."""
         parsed = CompletionBody.parse(parse_object(body))
         self.require_model(parsed.model)
         return self._finish(parsed, parsed.messages, AnswerForm.CHUNKS if parsed.stream else AnswerForm.WHOLE)
 
-    def read_chat(self, body: bytes) -> Intake:
+    def read_chat(self, body: bytes | bytearray) -> Intake:
         """POST /api/chat, which answers with events only. Raises ServingError."""
         parsed = ChatBody.parse(parse_object(body))
         if parsed.model is not None:
@@ -123,7 +123,7 @@ class IntakeReader:
         )
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """JSON text in UTF-8 whose top is an object. Raises INVALID_REQUEST."""
     try:
         value: object = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)

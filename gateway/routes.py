@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.answer import Answer
-from gateway.body import read_body
+from gateway.body import BodyReader
 from gateway.config import GatewayConfig
 from gateway.errors import error_body, error_headers, http_status
 from gateway.intake import DEFAULT_ALIAS, Intake, IntakeReader, accepts_event_stream
@@ -31,12 +31,14 @@ class Routes:
         *,
         services: Services,
         sessions: Sessions,
+        bodies: BodyReader,
         reader: IntakeReader,
         executor: Executor,
         config: GatewayConfig,
     ) -> None:
         self._services = services
         self._sessions = sessions
+        self._bodies = bodies
         self._reader = reader
         self._executor = executor
         self._config = config
@@ -67,7 +69,7 @@ class Routes:
             )
         return await self._ask(request, self._reader.read_chat)
 
-    async def _ask(self, request: Request, read: Callable[[bytes], Intake]) -> Answer:
+    async def _ask(self, request: Request, read: Callable[[bytearray], Intake]) -> Answer:
         identity = self._identity(request)
         journal = Journal(self._services.clock, self._services.metrics, identity, request.url.path)
         try:
@@ -76,9 +78,8 @@ class Routes:
             journal.write(RequestState.FAILED, error)
             raise
         try:
-            body = await read_body(request, self._config.max_body_bytes)
-            loop = asyncio.get_running_loop()
-            intake = await loop.run_in_executor(self._executor, read, body)
+            async with self._bodies.reading(request) as body:
+                intake = await asyncio.get_running_loop().run_in_executor(self._executor, read, body)
             journal.num_prompt_tokens = len(intake.prompt_ids)
             journal.num_ignored_fields = intake.num_ignored_fields
             if intake.num_ignored_fields:

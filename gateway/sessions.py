@@ -23,7 +23,8 @@ class Sessions:
         self._max_open = max_open_requests
         self._num_open = 0
         self._sessions: dict[Session, asyncio.Task[None]] = {}
-        self._is_draining = False
+        self.draining = asyncio.Event()
+        """Set when the drain begins: nothing new is taken."""
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -39,11 +40,11 @@ class Sessions:
 
     @property
     def is_draining(self) -> bool:
-        return self._is_draining
+        return self.draining.is_set()
 
     def enter(self) -> Callable[[], None]:
         """Takes one place, before the body is read; the function gives it back, once. Raises DRAINING or OVERLOADED."""
-        if self._is_draining:
+        if self.is_draining:
             raise ServingError(ErrorCode.DRAINING, "this gateway is shutting down")
         if self._num_open >= self._max_open:
             raise ServingError(ErrorCode.OVERLOADED, "this gateway has too many open requests")
@@ -75,8 +76,8 @@ class Sessions:
         await self._is_idle.wait()
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new, lets what runs end, cancels what is left after `timeout_s`."""
-        self._is_draining = True
+        """Refuses what is new or still in its body, lets what runs end, cancels what is left after `timeout_s`."""
+        self.draining.set()
         try:
             async with asyncio.timeout(timeout_s):
                 await self.wait_idle()

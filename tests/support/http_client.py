@@ -103,6 +103,17 @@ class HttpStream:
                 raise ConnectionCut("the stream has ended")
             self._blocks.extend(self._splitter.feed(piece, at=asyncio.get_running_loop().time()))
 
+    async def send(self, data: bytes) -> None:
+        """As it is: what follows on a connection, or half a request."""
+        self._writer.write(data)
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            await self._writer.drain()
+
+    async def is_at_end(self) -> bool:
+        """Waits for the next byte, or for the server to end the connection."""
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            return await self._reader.read(1) == b""
+
     async def close(self) -> None:
         """Ends the connection as a client does that has lost interest. Leaving the context does the same."""
         self._writer.close()

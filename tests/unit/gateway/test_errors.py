@@ -29,6 +29,11 @@ def test_a_refusal_that_passes_says_when_to_come_back() -> None:
     assert {} == error_headers(ServingError(ErrorCode.INVALID_REQUEST, "m"))
 
 
+def test_after_408_the_connection_closes() -> None:
+    """Half a request is still in it (RFC 9110 §15.5.9)."""
+    assert {"connection": "close"} == error_headers(ServingError(ErrorCode.SLOW_CLIENT, "m"))
+
+
 def test_the_body_is_openais_error_object() -> None:
     """All four keys, param null or the field."""
     error = ServingError(ErrorCode.INVALID_REQUEST, "m", param="stop")

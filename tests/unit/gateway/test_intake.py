@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.intake import AnswerForm, Intake, IntakeReader, accepts_event_stream, parse_object
 from gateway.request_id import new_request_id
+from shared.codec.request import spec_from_wire, spec_to_wire
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import TokenId
 from shared.text.chat import ChatMessage, ChatTokenizer
@@ -243,3 +246,31 @@ def test_the_detokenizer_knows_the_stop_strings(reader: IntakeReader) -> None:
 def test_an_event_stream_must_be_named(accept: str, expected: bool) -> None:
     """`*/*` will mean lines of JSON one day."""
     assert expected == accepts_event_stream({"accept": accept})
+
+
+# What a body can hold: all doubles, integers of any size, and the values at the edges of what a smaller float holds.
+json_numbers = st.one_of(st.floats(allow_nan=False), st.integers(), st.sampled_from([5e-324, 1e-50, 1 - 2**-53, -0.0]))
+
+
+@given(
+    temperature=st.one_of(st.floats(0, 2), json_numbers),
+    top_p=st.one_of(st.floats(0, 1), json_numbers),
+    top_k=st.integers(0, 2**32 - 1),
+    seed=st.integers(-(2**63), 2**64 - 1),
+)
+def test_what_is_sampled_with_is_what_was_asked_for(temperature: float, top_p: float, top_k: int, seed: int) -> None:
+    """A value is refused by its name, or is the same to the last bit behind the wire."""
+    reader = IntakeReader(BytesTokenizer(), "m")
+    raw = body("hello", temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    if not (0 <= temperature <= 2 and 0 < top_p <= 1):
+        assert refusal(reader, raw).param in ("temperature", "top_p")
+        return
+    intake = reader.read_completion(raw)
+    sampling = spec_from_wire(spec_to_wire(intake.spec(REQUEST_ID, 0))).sampling
+
+    assert (temperature, top_p, top_k, seed % 2**64) == (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.seed,
+    )

@@ -1,12 +1,27 @@
 """The server's own part: what a connection tells, and how much it holds."""
 
 import asyncio
+import contextlib
+import json
 import socket
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import pytest
+
 from gateway.answer import CONNECTION_EXTENSION
-from gateway.server import HIGH_WATER_BYTES, KERNEL_SEND_BUFFER_BYTES, ClientConnection, GatewayServer
+from gateway.server import (
+    HIGH_WATER_BYTES,
+    KERNEL_SEND_BUFFER_BYTES,
+    MAX_HEAD_BYTES,
+    ClientConnection,
+    GatewayServer,
+)
 from shared.obs.admin import bind
+from tests.support.chat import CHAT_PATH
+from tests.support.gateway_app import RunningGateway, running_gateway
+from tests.support.http_client import HttpAnswer, HttpStream
+from tests.support.script import counting
 
 
 async def test_send_waits_for_a_client_that_does_not_read() -> None:
@@ -51,3 +66,106 @@ async def test_send_waits_for_a_client_that_does_not_read() -> None:
 
     assert HIGH_WATER_BYTES < seen["pending"] < HIGH_WATER_BYTES + 4096
     assert seen["sent"] < HIGH_WATER_BYTES + 4 * KERNEL_SEND_BUFFER_BYTES
+
+
+@contextlib.asynccontextmanager
+async def sending(running: RunningGateway, data: bytes) -> AsyncGenerator[HttpStream]:
+    """A connection on which these bytes were sent."""
+    stream = HttpStream(*await asyncio.open_connection("127.0.0.1", running.port))
+    try:
+        await stream.send(data)
+        yield stream
+    finally:
+        await stream.close()
+
+
+async def read_answer(stream: HttpStream) -> HttpAnswer:
+    """The next one."""
+    await stream.read_head()
+    return HttpAnswer(status=stream.status, headers=stream.headers, body=await stream.read_body())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/1.1\r\nX : y\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+async def test_what_is_no_http_gets_an_openai_error(data: bytes) -> None:
+    """ERR-02: 400 in the form of every other error, and the connection ends."""
+    async with running_gateway() as running, sending(running, data) as stream:
+        answer = await read_answer(stream)
+        assert await stream.is_at_end()
+
+    assert (400, "application/json") == (answer.status, answer.headers["content-type"])
+    assert {
+        "error": {
+            "message": "this is not a valid HTTP request",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "invalid_value",
+        }
+    } == answer.json()
+
+
+@pytest.mark.parametrize("line", [b"X-A: ", b"X-%d: a\r\n"])
+async def test_headers_without_end_are_refused(line: bytes) -> None:
+    """One long one or many short ones; nothing of that size is kept."""
+    data = b"GET / HTTP/1.1\r\nHost: x\r\n"
+    data += b"".join(line % number for number in range(20_000)) if b"%d" in line else line + b"a" * 200_000
+    assert MAX_HEAD_BYTES < len(data)
+    async with running_gateway() as running, sending(running, data) as stream:
+        answer = await read_answer(stream)
+
+    assert 400 == answer.status
+    assert "headers are larger" in answer.json()["error"]["message"]
+
+
+async def test_a_large_body_is_no_head() -> None:
+    """In one piece or in chunks of a byte, whose frames alone are larger than a head may be."""
+    content = json.dumps(counting(2).body()).encode()
+    padded = content + b" " * (20_000 - len(content))
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\n" % CHAT_PATH.encode()
+    whole = head + b"Content-Length: %d\r\n\r\n" % (10 * len(padded)) + padded + b" " * (9 * len(padded))
+    chunks = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(b"1\r\n%c\r\n" % byte for byte in padded)
+    async with running_gateway() as running:
+        for data in (whole, chunks + b"0\r\n\r\n"):
+            async with sending(running, data) as stream:
+                assert 200 == (await read_answer(stream)).status
+
+
+@pytest.mark.parametrize("cut", [None, 60, -3])
+async def test_an_offered_upgrade_is_declined_and_the_request_served(cut: int | None) -> None:
+    """Java's client offers h2c on each request by default. Its body counts, whole or in pieces, and so does what follows."""
+    content = json.dumps(counting(2).body()).encode()
+    request = (
+        b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (CHAT_PATH.encode(), len(content), content)
+    )
+    async with running_gateway() as running, sending(running, request[:cut] if cut else request * 3) as stream:
+        if cut:
+            for _ in range(20):  # passes in which the server reads the first piece alone
+                await asyncio.sleep(0)
+            await stream.send(request[cut:] + request * 2)
+        answers = [await read_answer(stream) for _ in range(3)]
+
+    assert [200] * 3 == [answer.status for answer in answers]
+    assert {counting(2).text()} == {answer.json()["choices"][0]["message"]["content"] for answer in answers}
+
+
+@pytest.mark.parametrize("data", [b"", b"GET /v1/mod", b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-A: b"])
+async def test_a_request_that_does_not_end_closes_its_connection(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    """Nobody holds a socket for ever by sending half a head; after an answer it counts anew."""
+    monkeypatch.setattr("gateway.server.IDLE_CONNECTION_S", 0.1)
+    whole = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with running_gateway() as running, sending(running, whole + data) as stream:
+        answer = await read_answer(stream)
+        assert await stream.is_at_end()
+    async with running_gateway() as running, sending(running, data) as stream:
+        assert await stream.is_at_end()
+
+    assert 200 == answer.status
