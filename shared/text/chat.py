@@ -84,6 +84,13 @@ class ModelChatTokenizer(ChatTokenizer):
         self._encoder.no_padding()
         self._pieces: TokenPieces = token_pieces(json.loads(self._encoder.to_str()), eos_ids)
         self.vocab_size = len(self._pieces.pieces)
+        added: Sequence[Any] = self._encoder.get_added_tokens_decoder().values()
+        # No bound where text may shrink before it is cut into tokens.
+        self._longest_bytes = (
+            0
+            if self._encoder.normalizer
+            else max(map(len, (*self._pieces.pieces, *(token.content.encode() for token in added))))
+        )
 
     def render(self, messages: Sequence[ChatMessage]) -> tuple[TokenId, ...]:
         """As the base says. The template writes the begin token if it wants one; the tokenizer adds none."""
@@ -92,16 +99,28 @@ class ModelChatTokenizer(ChatTokenizer):
             text: str = self._template_source.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=True
             )
-            text.encode("utf-8")
+            num_bytes = len(text.encode())
         except jinja2.TemplateError as error:
             words = (error.message or type(error).__name__)[:MAX_TEMPLATE_ERROR_CHARS]
             raise ServingError(ErrorCode.INVALID_REQUEST, f"chat template: {words}", param="messages") from None
         except UnicodeEncodeError:
             raise _half_a_surrogate() from None
-        ids: list[TokenId] = self._encoder.encode(text, add_special_tokens=False).ids
+        self._require_short_enough(num_bytes)
+        # As a batch of one: `encode` keeps the interpreter's lock, and a large prompt would stop the gateway.
+        ids: list[TokenId] = self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not ids:
             raise ServingError(ErrorCode.INVALID_REQUEST, "the messages give an empty prompt", param="messages")
         return tuple(ids)
+
+    def _require_short_enough(self, num_bytes: int) -> None:
+        """What even the longest tokens could not bring into the window is refused before seconds are spent on it."""
+        min_tokens = -(-num_bytes // self._longest_bytes) if self._longest_bytes else 0
+        if min_tokens > self.window:
+            raise ServingError(
+                ErrorCode.CONTEXT_TOO_LONG,
+                f"the window of this model is {self.window} tokens; the prompt has at least {min_tokens}",
+                param="messages",
+            )
 
     def detokenizer(self, prompt_ids: Sequence[TokenId], stop: Sequence[str] = ()) -> Detokenizer:
         """As the base says. The first blank is the tokenizer's own only where no text stands before it."""

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +71,38 @@ def test_half_a_surrogate_is_the_client_s_error(model_dir: Path) -> None:
             chat.render(_say("a\ud83d"))
 
 
+def test_what_can_never_fit_is_refused_before_it_is_tokenised(model_dir: Path) -> None:
+    """Even tokens as long as the longest would be too many; what might fit is tokenised and left to the caller."""
+    chat = ChatTokenizer.load(model_dir)
+    longest = len("</s>")
+    around = len("<s>[user][assistant]")
+
+    with pytest.raises(ServingError) as caught:
+        chat.render(_say("x" * (longest * 512 - around + 1)))
+    assert (ErrorCode.CONTEXT_TOO_LONG, "messages") == (caught.value.code, caught.value.param)
+    assert "window of this model is 512 tokens; the prompt has at least 513" in caught.value.message
+    assert len(chat.render(_say("x" * (longest * 512 - around)))) > 512
+
+
+def test_tokenising_lets_others_run(model_dir: Path) -> None:
+    """A large prompt is tokenised without the interpreter's lock: the event loop's thread goes on meanwhile."""
+    chat = ChatTokenizer.load(model_dir)
+    chat.window = 1_000_000
+    turns = [time.perf_counter()]
+    with ThreadPoolExecutor(1) as pool:
+        rendering = pool.submit(chat.render, _say("some words " * 200_000))
+        while not rendering.done():
+            turns.append(time.perf_counter())
+
+    assert len(rendering.result()) > 1_000_000
+    longest_pause_s = max(after - before for before, after in pairwise(turns))
+    assert longest_pause_s < 0.5 * (turns[-1] - turns[0])
+
+
 def test_threads_render_at_once(model_dir: Path) -> None:
     """Long prompts in eight threads give each its own tokens."""
     chat = ChatTokenizer.load(model_dir)
+    chat.window = 100_000
     texts = [f"{number} " * 2000 for number in range(16)]
     with ThreadPoolExecutor(8) as pool:
         prompts = list(pool.map(chat.render, map(_say, texts)))
