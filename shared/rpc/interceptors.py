@@ -120,11 +120,21 @@ async def _abort(error: BaseException, method: str, context: Context) -> NoRetur
         # Nobody cancelled the call: the handler waited for something that was cancelled.
     elif isinstance(error, grpc.aio.AbortError) or not isinstance(error, Exception):
         raise error
+    if _is_server_stopped(error):
+        raise error  # a handler that wrote while its server stopped: there is no call left to end
     told = _serving_error_in(error)
     if told is None:
         _log.error("handler failed", method=method, exc_info=error)
         told = ServingError(ErrorCode.INTERNAL, "internal error")
     await context.abort(status_of(told), told.message, trailing_metadata_of(told))
+
+
+def _is_server_stopped(error: BaseException) -> bool:
+    """Also as the only thing in a group. grpc names the class privately; its public base and its words tell it."""
+    if isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        return all(_is_server_stopped(part) for part in group.exceptions)
+    return isinstance(error, grpc.aio.BaseError) and "Server already stopped" in str(error)
 
 
 def _serving_error_in(error: BaseException) -> ServingError | None:
