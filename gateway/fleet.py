@@ -38,8 +38,10 @@ class FleetView:
         """Whether a request could be served now, and else why not."""
         try:
             status = await self._scheduler.status(_STATUS_TIMEOUT_S)
-        except (LinkBroken, ServingError):
+        except LinkBroken:
             return False, "the scheduler cannot be reached"
+        except ServingError as error:
+            return False, error.message
         if not status.is_redis_ready:
             return False, "redis cannot be reached"
         for role in (Role.PREFILL, Role.DECODE):

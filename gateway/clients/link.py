@@ -20,6 +20,11 @@ _BROKEN = frozenset(
     }
 )
 
+TOKEN_REFUSED = ServingError(
+    ErrorCode.NO_CAPACITY, "the active scheduler belongs to another system: it has another cluster token"
+)
+"""Two systems on one Redis. Asking the same scheduler again would not help; the client may, when the other is gone."""
+
 CALL_ERRORS = (AioRpcError, asyncio.InvalidStateError)
 """What grpc raises where a call is over; the second is its word for a write that came after the end."""
 
@@ -41,6 +46,8 @@ def failure_of(error: AioRpcError) -> ServingError | LinkBroken:
     has_detail = metadata is not None and metadata.get(ERROR_METADATA_KEY) is not None
     if not has_detail and error.code() in _BROKEN:
         return LinkBroken(error.code().name)
+    if not has_detail and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return TOKEN_REFUSED
     return serving_error(error)
 
 

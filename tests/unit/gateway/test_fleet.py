@@ -5,9 +5,10 @@ from typing import cast
 
 import pytest
 
-from gateway.clients.link import LinkBroken
+from gateway.clients.link import TOKEN_REFUSED, LinkBroken
 from gateway.clients.scheduler import FleetStatus, SchedulerClient, ServiceInfo
 from gateway.fleet import FleetView, StatusPage
+from shared.domain.errors import ServingError
 
 
 def service(role: str, *, ready: bool = True) -> ServiceInfo:
@@ -30,7 +31,7 @@ STATUS = FleetStatus(
 class FakeScheduler:
     """Answers with `status`, or not at all."""
 
-    def __init__(self, status: FleetStatus | None) -> None:
+    def __init__(self, status: FleetStatus | ServingError | None) -> None:
         self.status_now = status
         self.num_asked = 0
 
@@ -39,6 +40,8 @@ class FakeScheduler:
         self.num_asked += 1
         if self.status_now is None:
             raise LinkBroken("test")
+        if isinstance(self.status_now, ServingError):
+            raise self.status_now
         return self.status_now
 
 
@@ -67,6 +70,7 @@ def view(scheduler: FakeScheduler, clock: JumpingClock | None = None) -> FleetVi
     [
         (STATUS, (True, "")),
         (None, (False, "the scheduler cannot be reached")),
+        (TOKEN_REFUSED, (False, "the active scheduler belongs to another system: it has another cluster token")),
         (replace(STATUS, is_redis_ready=False), (False, "redis cannot be reached")),
         (replace(STATUS, services=(service("decode"),)), (False, "no prefill worker is ready")),
         (
@@ -75,7 +79,9 @@ def view(scheduler: FakeScheduler, clock: JumpingClock | None = None) -> FleetVi
         ),
     ],
 )
-async def test_readiness_names_what_is_missing(status: FleetStatus | None, expected: tuple[bool, str]) -> None:
+async def test_readiness_names_what_is_missing(
+    status: FleetStatus | ServingError | None, expected: tuple[bool, str]
+) -> None:
     """A scheduler, Redis, and one ready worker of each kind."""
     assert expected == await view(FakeScheduler(status)).readiness()
 
