@@ -81,15 +81,21 @@ async def answers(cluster: Cluster, asked: list[Question], *, at_once: int) -> l
     return [task.result() for task in tasks]
 
 
-@pytest.mark.parametrize("at_once", [1, 8])
-async def test_equal_to_transformers(model_cluster: Cluster, at_once: int) -> None:
-    """Oracle (1): short, long, Japanese, many turns; one at a time and eight at once: token for token the same."""
+async def test_equal_to_transformers(model_cluster: Cluster) -> None:
+    """Oracle (1): short, long, Japanese, many turns, eight at once: token for token the same."""
     asked = questions()
 
-    got = await answers(model_cluster, asked, at_once=at_once)
+    got = await answers(model_cluster, asked, at_once=8)
 
     assert len(asked) >= 20
     assert expected_answers(asked) == got
+
+
+async def test_equal_to_transformers_alone(model_cluster: Cluster) -> None:
+    """The same answers to a third of them without company: steps of one sequence."""
+    asked = questions()[::3]
+
+    assert expected_answers(asked) == await answers(model_cluster, asked, at_once=1)
 
 
 async def test_prompt_lengths_around_borders(model_cluster: Cluster) -> None:
