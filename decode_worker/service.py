@@ -444,6 +444,7 @@ class DecodeService:
         if self._rows.pop(row.key, None) is None:
             return
         self._reservations.bury(row.key, self._clock.monotonic(), computed_tokens=row.num_computed)
+        self._events.heartbeat_soon()  # a place is free again
         end = row.outbox.end
         self._log.info(
             "attempt ended",

@@ -46,19 +46,6 @@ class Scrape:
             raise ValueError(f"{bound} is not among the bounds {sorted(buckets)} of {name}")
         return self.total(f"{name}_count") - buckets[bound]
 
-    def quantile_bound(self, name: str, q: float, earlier: "Scrape | None" = None) -> float:
-        """The smallest bucket bound below which at least a share `q` of the observations since `earlier` lies."""
-        count = self.total(f"{name}_count") - (earlier.total(f"{name}_count") if earlier else 0)
-        bounds = sorted({float(s.labels["le"]) for s in self.all(f"{name}_bucket")})
-        for bound in bounds:
-            seen = self._upto(name, bound) - (earlier._upto(name, bound) if earlier else 0)
-            if count and seen >= q * count:
-                return bound
-        return float("inf")
-
-    def _upto(self, name: str, bound: float) -> float:
-        return sum(s.value for s in self.all(f"{name}_bucket") if float(s.labels["le"]) == bound)
-
 
 def parse(text: str) -> Scrape:
     """Raises ValueError if it is not Prometheus text."""

@@ -28,11 +28,9 @@ def test_sums_and_labels() -> None:
 
 
 def test_histograms() -> None:
-    """Observations above a bound, and the bound of a quantile; a value that is no bound is refused."""
+    """Observations above a bound; a value that is no bound is refused."""
     scrape = parse(TEXT)
 
     assert 7 == scrape.above("firsttoken_step_sequences", 1.0)
-    assert 2.0 == scrape.quantile_bound("firsttoken_step_sequences", 0.4)
-    assert float("inf") == scrape.quantile_bound("firsttoken_step_sequences", 0.5)
     with pytest.raises(ValueError, match="bounds"):
         scrape.above("firsttoken_step_sequences", 3.0)
