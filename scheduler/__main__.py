@@ -67,7 +67,7 @@ async def main(process: Process, config: SchedulerConfig) -> None:
                     await _be_active(process, config, client, service, server, keeper)
                 finally:
                     with contextlib.suppress(ServingError):  # Redis away: the lease ends by itself
-                        await leadership.release()
+                        await leadership.release(keeper.epoch_seen)
     finally:
         await client.close()
 
@@ -91,7 +91,7 @@ async def _be_active(
     async with asyncio.TaskGroup() as group:
         writes = spawn(group, driver.run(), name="driver")
         reaper = spawn(group, _reap_while_active(driver, keeper, cancels, store), name="reaper")
-        replaced = spawn(group, _raise_when_resigned(driver), name="resignation")
+        replaced = spawn(group, _raise_when_resigned(driver, keeper), name="resignation")
         await server.set_serving(True)
         process.readiness.set(True)
         process.log.info("active", epoch=keeper.epoch, address=server.address)
@@ -112,8 +112,9 @@ async def _reap_while_active(driver: Driver, keeper: LeaseKeeper, cancels: Cance
     raise Replaced("the lease is lost")
 
 
-async def _raise_when_resigned(driver: Driver) -> None:
+async def _raise_when_resigned(driver: Driver, keeper: LeaseKeeper) -> None:
     await driver.resigned.wait()
+    keeper.epoch_seen = driver.epoch_seen
     raise Replaced("someone has seen a higher epoch")
 
 

@@ -127,7 +127,7 @@ class SchedulerCore:
 
     def _start(self, event: StartReceived, now: float) -> None:
         if event.epoch_seen > self.epoch:
-            self._emit(Resign(reason="a gateway has seen a higher epoch"))
+            self._emit(Resign(epoch_seen=event.epoch_seen, reason="a gateway has seen a higher epoch"))
             return
         entry = self.ledger.get(event.spec.request_id)
         if entry is not None:

@@ -52,7 +52,7 @@ from shared.codec.kv import target_to_wire
 from shared.codec.request import key_to_wire, outcome_to_wire, spec_to_wire
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
-from shared.domain.ids import RequestId
+from shared.domain.ids import Epoch, RequestId
 from shared.domain.lifecycle import RequestRecord
 from shared.domain.lifecycle_events import WriteStep
 from shared.domain.request import CancelReason, RequestState, StoredRequest
@@ -108,6 +108,8 @@ class Driver:
     ) -> None:
         self.core = core
         self.resigned = asyncio.Event()
+        self.epoch_seen = Epoch(0)
+        """The highest that made it resign."""
         self.idle = asyncio.Event()
         """Set while no request is live."""
         self._store = store
@@ -264,6 +266,7 @@ class Driver:
                 self._log.info("noted", what=effect.what, **{name: value for name, value in fields.items() if value})
             case Resign():
                 self._log.error("not the active scheduler any more", reason=effect.reason)
+                self.epoch_seen = max(self.epoch_seen, effect.epoch_seen)
                 self.resigned.set()
             case _:
                 assert_never(effect)

@@ -382,6 +382,7 @@ class Noted:
 class Resign:
     """Someone has seen a higher epoch: this scheduler is not the active one and must exit."""
 
+    epoch_seen: Epoch
     reason: str
 
 

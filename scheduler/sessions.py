@@ -67,7 +67,7 @@ class WorkerSessions:
 
     def opened(self, event: SessionOpened, now: float) -> None:
         if event.epoch_seen > self._epoch:
-            self._lives.emit(Resign(reason="a worker has seen a higher epoch"))
+            self._lives.emit(Resign(epoch_seen=event.epoch_seen, reason="a worker has seen a higher epoch"))
             return
         worker = self._fleet.by_id(event.facts.ref.worker_id)
         if worker is not None:

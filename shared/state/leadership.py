@@ -13,6 +13,7 @@ from shared.state.keys import EPOCH, EPOCH_TTL_MS, LEASE, LEASE_TTL_MS
 _ACQUIRE = Script("acquire_lease")
 _RENEW = Script("renew_lease")
 _RELEASE = Script("release_lease")
+NO_EPOCH = Epoch(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +39,12 @@ class Leadership:
         self._clock = clock
         self._lease: _Lease | None = None
 
-    async def acquire(self, holder: Incarnation, address: str, min_epoch: Epoch) -> Epoch | None:
+    async def acquire(self, holder: Incarnation, address: str) -> Epoch | None:
         """Takes the lease for 3 s under a higher epoch than any before; None if another holds it."""
         reply = await self._client.run(
             _ACQUIRE,
             [LEASE, EPOCH],
-            [holder, address, self._clock.unix_ms(), min_epoch, LEASE_TTL_MS, EPOCH_TTL_MS],
+            [holder, address, self._clock.unix_ms(), LEASE_TTL_MS, EPOCH_TTL_MS],
         )
         if not reply:
             return None
@@ -63,11 +64,15 @@ class Leadership:
             self._lease = None
         return reply == 1
 
-    async def release(self) -> None:
-        """Gives the lease back so that a standby need not wait for its end. Nothing happens if it is not held."""
+    async def release(self, epoch_seen: Epoch = NO_EPOCH) -> None:
+        """Gives the lease back so that a standby need not wait for its end. Nothing happens if it is not held.
+
+        The next one, perhaps this process started again, gets an epoch above `epoch_seen`: what workers have seen is
+        known to a Redis that was emptied, too.
+        """
         lease, self._lease = self._lease, None
         if lease is not None:
-            await self._client.run(_RELEASE, [LEASE], [lease.holder])
+            await self._client.run(_RELEASE, [LEASE, EPOCH], [lease.holder, epoch_seen, EPOCH_TTL_MS])
 
     async def find(self) -> SchedulerLocation | None:
         """The active scheduler; None if there is none now."""

@@ -53,8 +53,8 @@ class LeaseKeeper:
         self._absent_since: float | None = None
         self.state = LeaseState.STANDBY
         self.epoch = Epoch(0)
-        self.min_epoch = Epoch(0)
-        """Highest epoch that workers or gateways have reported + 1; may be raised while standing by."""
+        self.epoch_seen = Epoch(0)
+        """The highest that a worker or gateway has reported, if it is above ours: goes back with the lease."""
         self.is_redis_reachable = False
 
     async def step(self) -> float:
@@ -81,7 +81,7 @@ class LeaseKeeper:
             self._absent_since = now
         if now - self._absent_since < self._absent_wait_s:
             return
-        epoch = await self._leadership.acquire(self._holder, self._address, self.min_epoch)
+        epoch = await self._leadership.acquire(self._holder, self._address)
         if epoch is None:  # another one was faster
             self._absent_since = None
             return

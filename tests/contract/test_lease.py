@@ -110,16 +110,31 @@ async def test_old_one_knows_also_after_the_new_one_has_gone(client: StateClient
     assert LeaseState.LOST == await one.step()
 
 
-@pytest.mark.parametrize(("least", "expected_above"), [(5, False), (2_000_000_000_000, True)])
-async def test_epoch_is_at_least_what_workers_have_seen(
-    client: StateClient, clock: HandClock, least: int, expected_above: bool
+@pytest.mark.parametrize(("seen", "is_above"), [(5, False), (2_000_000_000_000, True)])
+async def test_the_next_epoch_is_above_what_peers_have_seen(
+    client: StateClient, clock: HandClock, seen: int, is_above: bool
 ) -> None:
-    """A worker that saw a higher epoch than Redis remembers would refuse a lower one."""
-    one = Candidate(client, clock, 1)
-    one.keeper.min_epoch = Epoch(least)
-    epoch = await become_active(one, clock)
+    """Workers that saw a higher epoch than Redis remembers would refuse a lower one: the lease goes back with it."""
+    one, two = Candidate(client, clock, 1), Candidate(client, clock, 2)
+    first = await become_active(one, clock)
+    await one.leadership.release(Epoch(seen))
+    clock.set_wall_clock(1)
+    assert await one.leadership.find() is None
+    assert 0 < await client.call("PTTL", EPOCH) <= EPOCH_TTL_MS
 
-    assert (least if expected_above else clock.unix_ms()) == epoch
+    assert (seen if is_above else first) + 1 == await become_active(two, clock)
+
+
+async def test_only_the_holder_raises_the_epoch(client: StateClient, clock: HandClock) -> None:
+    """One that was replaced changes nothing for the one that came after it."""
+    one, two = Candidate(client, clock, 1), Candidate(client, clock, 2)
+    await become_active(one, clock)
+    await expire_lease(client)
+    second = await become_active(two, clock)
+    await one.leadership.release(Epoch(second + 100))
+
+    assert LeaseState.ACTIVE == await two.step()
+    assert str(second).encode() == await client.call("GET", EPOCH)
 
 
 async def test_renewal_keeps_epoch_and_prolongs(client: StateClient, clock: HandClock) -> None:
@@ -143,7 +158,7 @@ async def test_two_standbys_one_winner(client: StateClient, clock: HandClock) ->
     clock.advance(ABSENT_WAIT_S)
 
     assert (LeaseState.ACTIVE, LeaseState.STANDBY) == (await one.step(), await two.step())
-    assert await two.leadership.acquire(Incarnation(2), two.address, Epoch(0)) is None
+    assert await two.leadership.acquire(Incarnation(2), two.address) is None
 
 
 async def test_active_goes_on_while_redis_is_away(client: StateClient, valkey: RedisServer, clock: HandClock) -> None:

@@ -173,3 +173,22 @@ async def test_a_store_that_refuses_writes_ends_nothing(valkey: EmbeddedValkey, 
             await gateway.cancel()
             await gateway.expect("outcome")
         assert not task.done()
+
+
+async def test_a_resigned_scheduler_is_not_resigned_again(valkey: EmbeddedValkey, client: StateClient) -> None:
+    """A worker has seen a higher epoch than Redis and the clock know: started again, it gets one above that."""
+    seen = 9_000_000_000_000
+    pool = ChannelPool("")
+    with pytest.RaisesGroup(Replaced, flatten_subgroups=True):
+        async with (
+            running(valkey, client) as (_, address, task),
+            worker_session(pool.get(address), "decode", epoch=seen),
+        ):
+            await task
+    async with running(valkey, client) as (_, address, _):
+        location = await Leadership(client, RealClock()).find()
+        assert location is not None
+        assert seen + 1 == location.epoch
+        async with worker_session(pool.get(address), "decode", epoch=seen) as worker:
+            await worker.wait_welcome()
+    await pool.close()

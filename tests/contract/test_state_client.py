@@ -117,7 +117,7 @@ async def test_a_store_without_its_replicas_is_away(client: StateClient) -> None
         with pytest.raises(ServingError) as alone:
             await client.call("SET", "key", "value")
         with pytest.raises(ServingError) as in_script:
-            await client.run(Script("acquire_lease"), ["lease:{x}", "epoch:{x}"], ["me", "here", 1, 1, 1000, 1000])
+            await client.run(Script("acquire_lease"), ["lease:{x}", "epoch:{x}"], ["me", "here", 1, 1000, 1000])
         assert {ErrorCode.STATE_UNAVAILABLE} == {alone.value.code, in_script.value.code}
         assert await client.call("GET", "key") is None
     finally:

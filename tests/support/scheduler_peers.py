@@ -80,6 +80,13 @@ class FakeWorker:
                 case _:
                     self.is_welcome = True
 
+    async def wait_welcome(self) -> None:
+        """The first message of a session."""
+        down = await self._down()
+        assert down is not None, "the session was closed"
+        assert "welcome" == down.WhichOneof("message")
+        self.is_welcome = True
+
     async def wait_acked(self, number: int) -> None:
         while self.acked < number:
             down = await self._down()

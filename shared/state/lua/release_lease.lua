@@ -1,9 +1,13 @@
 -- Gives the scheduler's lease back, if it is still the caller's.
 -- KEYS[1]  hash of the lease: holder, address, epoch
--- ARGV     holder
+-- KEYS[2]  the highest epoch ever given
+-- ARGV     holder, highest epoch that its peers have seen, time to live of the epoch in ms
 -- Returns  1 if it was given back, 0 if it was not the caller's.
 if redis.call('HGET', KEYS[1], 'holder') ~= ARGV[1] then
   return 0
 end
 redis.call('DEL', KEYS[1])
+if tonumber(ARGV[2]) > tonumber(redis.call('GET', KEYS[2]) or '0') then
+  redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
+end
 return 1

@@ -9,7 +9,7 @@ import pytest
 from cli import checks
 from cli.checks import check_nobody_is_active, check_port, wait_for_redis
 from cli.problem import EXIT_FAILED, EXIT_USAGE, CommandProblem
-from shared.domain.ids import Epoch, Incarnation
+from shared.domain.ids import Incarnation
 from shared.process import RealClock
 from shared.state.client import StateClient
 from shared.state.embedded import EmbeddedValkey
@@ -79,7 +79,7 @@ async def test_a_redis_with_an_active_system_is_refused(
     await check_nobody_is_active(valkey.url)
     client = StateClient(valkey.url)
     leadership = Leadership(client, RealClock())
-    await leadership.acquire(Incarnation(1), "127.0.0.1:1", Epoch(0))
+    await leadership.acquire(Incarnation(1), "127.0.0.1:1")
 
     with pytest.raises(CommandProblem, match="another firsttoken system is active"):
         await check_nobody_is_active(valkey.url)
