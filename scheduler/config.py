@@ -17,7 +17,7 @@ class SchedulerConfig(ServiceSettings):
     max_queued_prompt_tokens: Annotated[int, Field(ge=1)] = 4_000_000  # 8 bytes each and more: some 150 MB of prompts
     worker_lost_s: Annotated[float, Field(gt=0)] = 5.0  # five missed heartbeats
     step_stall_s: Annotated[float, Field(gt=0)] = 10.0  # far above the longest step, a chunk of 1 s
-    gateway_grace_s: Annotated[float, Field(gt=0)] = 5.0  # as long as a gateway dials again
+    gateway_grace_s: Annotated[float, Field(gt=0)] = 5.0  # one that lives has dialled again by then
     # Redis must be seen without a lease for this long, so that a scheduler that still lives comes first (decisions §3).
     # 0 only where no second scheduler can exist.
     lease_absent_s: Annotated[float, Field(ge=0)] = 3.0

@@ -19,7 +19,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "decode_worker/worker.py": "wires the parts: tests/contract/test_worker_pair.py and every integration test run it",
     "prefill_worker/worker.py": "wires the parts: tests/contract/test_worker_pair.py and every integration test run it",
     "scheduler/core.py": "by its transcripts, tests/scenario, and tests/property/test_scheduler_core.py",
-    "scheduler/lives.py": "part of the core: tests/scenario and tests/property/test_scheduler_core.py",
     "scheduler/messages.py": "vocabulary of the core, without behaviour",
     "scheduler/sessions.py": "part of the core: tests/scenario and tests/property/test_scheduler_core.py",
     "shared/domain/clock.py": "a protocol",
