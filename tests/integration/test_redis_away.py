@@ -50,9 +50,16 @@ async def question(cluster: Cluster) -> HttpAnswer:
     return await exchange(cluster.port, "POST", CHAT_PATH, body=counting(2).body())
 
 
+def need_replicas(server: RedisServer, count: int) -> None:
+    """With fewer than this many it refuses writes; it has none."""
+    with server.client as client:
+        client.config_set("min-replicas-to-write", count)
+
+
 OUTAGES: dict[str, tuple[Callable[[RedisServer], None], Callable[[RedisServer], None]]] = {
     "frozen": (RedisServer.pause, RedisServer.resume),
     "killed and back empty": (RedisServer.kill, RedisServer.start),
+    "refusing writes": (lambda server: need_replicas(server, 1), lambda server: need_replicas(server, 0)),
 }
 
 
