@@ -42,7 +42,8 @@ async def wait_for_redis(url: str) -> None:
         ) from None
     except ValueError:
         raise CommandProblem(
-            f"{_without_password(url) or 'an empty text'} is no Redis URL; give one like redis://host:6379/0", exit_code=EXIT_USAGE
+            f"{_without_password(url) or 'an empty text'} is no Redis URL; give one like redis://host:6379/0",
+            exit_code=EXIT_USAGE,
         ) from None
     finally:
         await client.close()

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
@@ -10,8 +10,9 @@ from shared.settings import ADMIN_PORT_OFFSET, ENV_PREFIX
 
 MAX_WORKERS = 64  # of one role on one machine; a typing mistake should not start a thousand interpreters
 
-# Threads that wait by spinning cost a step up to 320 ms where two workers share the cores.
-QUIET_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+# Threads that wait spin for a moment, some 50 us, and then sleep: long enough to bridge two operations of one step, too
+# short to keep the other worker from its core (without a bound that cost a step up to 320 ms). docs/performance.md.
+QUIET_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 # What gRPC's C core says of connections that come and go would stand unformatted among the services' JSON lines.
 QUIET_RPC = {"GRPC_VERBOSITY": "ERROR"}
 # A service maps a prepared folder: it never looks for a model elsewhere.
@@ -61,6 +62,17 @@ class Deployment:
     model_dir: Path | None
     served_model_name: str
     cluster_token: str
+    num_cores: int
+
+    @property
+    def threads_of_prefill(self) -> int:
+        """Prefill workers share all cores: their products are large, and idle cores would lengthen the first token."""
+        return max(1, self.num_cores // self.num_prefill)
+
+    @property
+    def threads_of_decode(self) -> int:
+        """Decode workers share half of them: a step then waits for no thread that prefill has taken the core from."""
+        return max(1, self.num_cores // 2 // self.num_decode)
 
     @property
     def admin_port(self) -> int:
@@ -106,14 +118,19 @@ def plan_services(deployment: Deployment, around: Mapping[str, str]) -> tuple[Ch
             stage=stage,
         )
 
+    def worker(child_id: str, module: str, num_threads: int) -> ChildSpec:
+        spec = service(child_id, module, DrainStage.CORE, 0, 0)
+        # What was set around `up` counts.
+        return replace(spec, environ={f"{ENV_PREFIX}NUM_THREADS": str(num_threads), **spec.environ})
+
     return (
         service("scheduler-0", "scheduler", DrainStage.CORE, 0, 0),
         *(
-            service(f"prefill-{number}", "prefill_worker", DrainStage.CORE, 0, 0)
+            worker(f"prefill-{number}", "prefill_worker", deployment.threads_of_prefill)
             for number in range(deployment.num_prefill)
         ),
         *(
-            service(f"decode-{number}", "decode_worker", DrainStage.CORE, 0, 0)
+            worker(f"decode-{number}", "decode_worker", deployment.threads_of_decode)
             for number in range(deployment.num_decode)
         ),
         service("gateway-0", "gateway", DrainStage.EDGE, deployment.port, deployment.admin_port),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import secrets
 import shlex
 import signal
@@ -66,6 +67,7 @@ def run_up(options: UpOptions, around: Mapping[str, str]) -> int:
         model_dir=None if model is None else model.folder,
         served_model_name=SCRIPTED_MODEL_NAME if model is None else model.name,
         cluster_token=secrets.token_urlsafe(32),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     )
     notes.say(f"logs: {folder.path}")
     return asyncio.run(_serve(deployment, redis, folder, notes, around))

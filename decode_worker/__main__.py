@@ -1,16 +1,19 @@
 """`python -m decode_worker`: generates tokens from the KV that prefill workers bring."""
 
-import asyncio
-
 from decode_worker.config import DecodeConfig
 from decode_worker.worker import run_worker
+from shared.aio.threads import in_passing_thread
 from shared.engine.build import build_engine
 from shared.process import Process, run
 
 
 async def main(process: Process, config: DecodeConfig) -> None:
-    """Loads the model beside the loop, so that /healthz answers meanwhile."""
-    engine = await asyncio.to_thread(
+    """Loads the model beside the loop, so that /healthz answers meanwhile.
+
+    In a thread that is gone afterwards: OpenMP counts the idle threads of a living one against the cores, and the
+    engine's threads would then sleep between any two operations instead of spinning for a moment.
+    """
+    engine = await in_passing_thread(
         build_engine,
         model_dir=config.model_dir,
         block_size=config.block_size,

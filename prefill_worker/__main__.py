@@ -1,16 +1,19 @@
 """`python -m prefill_worker`: computes prompts and brings their KV to decode workers."""
 
-import asyncio
-
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import run_worker
+from shared.aio.threads import in_passing_thread
 from shared.engine.build import build_engine
 from shared.process import Process, run
 
 
 async def main(process: Process, config: PrefillConfig) -> None:
-    """Loads the model beside the loop, so that /healthz answers meanwhile."""
-    engine = await asyncio.to_thread(
+    """Loads the model beside the loop, so that /healthz answers meanwhile.
+
+    In a thread that is gone afterwards: OpenMP counts the idle threads of a living one against the cores, and the
+    engine's threads would then sleep between any two operations instead of spinning for a moment.
+    """
+    engine = await in_passing_thread(
         build_engine,
         model_dir=config.model_dir,
         block_size=config.block_size,

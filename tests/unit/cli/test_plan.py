@@ -1,5 +1,6 @@
 """Which processes run, with what environment."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from cli.plan import Deployment, DrainStage, base_environ, plan_services
@@ -17,6 +18,7 @@ def _deployment(
         model_dir=model_dir,
         served_model_name="scripted",
         cluster_token="secret",
+        num_cores=4,
     )
 
 
@@ -102,3 +104,16 @@ def test_a_scheduler_of_our_own_need_not_wait_for_another() -> None:
 
     assert "0" == own["FIRSTTOKEN_LEASE_ABSENT_S"]
     assert "FIRSTTOKEN_LEASE_ABSENT_S" not in shared
+
+
+def test_threads_follow_the_cores_unless_they_are_set() -> None:
+    """Prefill workers share all cores, decode workers half of them; a setting around `up` counts for both."""
+
+    def threads(around: dict[str, str]) -> dict[str, str]:
+        services = plan_services(replace(_deployment(), num_prefill=2, num_decode=1, num_cores=4), around)
+        return {spec.child_id: spec.environ.get("FIRSTTOKEN_NUM_THREADS", "-") for spec in services}
+
+    assert {"prefill-0": "2", "prefill-1": "2", "decode-0": "2"}.items() <= threads({}).items()
+    assert {"prefill-0": "3", "decode-0": "3"}.items() <= threads({"FIRSTTOKEN_NUM_THREADS": "3"}).items()
+    one_core = replace(_deployment(), num_prefill=1, num_decode=8, num_cores=1)
+    assert (1, 1) == (one_core.threads_of_prefill, one_core.threads_of_decode)

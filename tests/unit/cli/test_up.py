@@ -21,6 +21,7 @@ def _deployment(model_dir: Path | None) -> Deployment:
         model_dir=model_dir,
         served_model_name="m",
         cluster_token="secret",
+        num_cores=4,
     )
 
 
