@@ -66,12 +66,12 @@ class Deployment:
 
     @property
     def threads_of_prefill(self) -> int:
-        """Prefill workers share all cores: their products are large, and idle cores would lengthen the first token."""
-        return max(1, self.num_cores // self.num_prefill)
+        """Half of the cores, shared by the prefill workers; decode has the other half: nobody waits for a taken core."""
+        return max(1, (self.num_cores + 1) // 2 // self.num_prefill)
 
     @property
     def threads_of_decode(self) -> int:
-        """Decode workers share half of them: a step then waits for no thread that prefill has taken the core from."""
+        """The other half."""
         return max(1, self.num_cores // 2 // self.num_decode)
 
     @property
