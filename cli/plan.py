@@ -66,7 +66,7 @@ class Deployment:
 
     @property
     def threads_of_prefill(self) -> int:
-        """Half of the cores, shared by the prefill workers; decode has the other half: nobody waits for a taken core."""
+        """Half of the cores, shared by the prefill workers; decode has the other: nobody waits for a taken core."""
         return max(1, (self.num_cores + 1) // 2 // self.num_prefill)
 
     @property
