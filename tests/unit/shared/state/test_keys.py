@@ -12,7 +12,7 @@ SCRIPTS = sorted(
 # The keys that each script is called with; a script without a row fails the test.
 KEYS_OF = {
     "acquire_lease.lua": [LEASE, EPOCH],
-    "release_lease.lua": [LEASE],
+    "release_lease.lua": [LEASE, EPOCH],
     "renew_lease.lua": [LEASE, EPOCH],
     "store_request.lua": [request_key(RequestId("01J"))],
 }
