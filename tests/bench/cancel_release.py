@@ -23,7 +23,7 @@ STEP_MS = 20
 PREFILL_MS = 8_000
 NUM_SCRIPTED_CHUNKS = 8 * 4  # 2,000 prompt tokens in chunks of 64
 CHUNK_TOKENS = 64
-PARALLEL = 4
+PARALLEL = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
