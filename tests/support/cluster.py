@@ -229,8 +229,9 @@ class ClusterPlan:
         environ[processes.MARK_NAME] = mark
         log = Path(tempfile.mkdtemp(prefix="firsttoken-test-")) / "up.log"
         with log.open("wb") as output:
+            # On a leash: a test run that is itself killed leaves no system behind.
             process = subprocess.Popen(
-                [FIRSTTOKEN, *self._arguments(port)],
+                [sys.executable, "-P", "-m", "cli.leash", str(os.getpid()), FIRSTTOKEN, *self._arguments(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
