@@ -10,7 +10,7 @@ from shared.settings import ADMIN_PORT_OFFSET, ENV_PREFIX
 
 MAX_WORKERS = 64  # of one role on one machine; a typing mistake should not start a thousand interpreters
 
-# Threads that wait spin for a moment, some 50 us, and then sleep: long enough to bridge two operations of one step, too
+# Threads that wait spin for so many turns and then sleep: long enough to bridge two operations of one step, too
 # short to keep the other worker from its core (without a bound that cost a step up to 320 ms). docs/performance.md.
 QUIET_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 # What gRPC's C core says of connections that come and go would stand unformatted among the services' JSON lines.

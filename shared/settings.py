@@ -108,7 +108,7 @@ class WorkerSettings(ModelSettings):
 
     worker_id: str = ""  # "" = role and port
     kv_pool_mib: Annotated[int, Field(ge=1)] = 512  # SmolLM2 takes 45 KiB a token: some 11,000 tokens
-    num_threads: Annotated[int, Field(ge=1)] | None = None  # None = all cores
+    num_threads: Annotated[int, Field(ge=1)] | None = None  # None = all cores; `up` gives each role half of them
     block_size: Annotated[int, Field(ge=1, le=256)] = 16  # tokens; the same on all workers
 
 
