@@ -249,7 +249,9 @@ def test_an_event_stream_must_be_named(accept: str, expected: bool) -> None:
 
 
 # What a body can hold: all finite doubles, integers of any size, and the values at the edges of what a smaller float holds.
-json_numbers = st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.integers(), st.sampled_from([5e-324, 1e-50, 1 - 2**-53, -0.0]))
+json_numbers = st.one_of(
+    st.floats(allow_nan=False, allow_infinity=False), st.integers(), st.sampled_from([5e-324, 1e-50, 1 - 2**-53, -0.0])
+)
 
 
 @given(
