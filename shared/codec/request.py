@@ -4,7 +4,7 @@ from shared.codec.errors import detail_to_error, error_to_detail
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, RequestState
-from shared.domain.sampling import SamplingParams
+from shared.domain.sampling import SamplingParams, TokenLogprobs
 from shared.wire import common_pb2, scheduler_pb2
 
 _FINISH_TO_WIRE = {
@@ -33,12 +33,7 @@ def spec_to_wire(spec: RequestSpec) -> common_pb2.RequestSpec:
         request_id=spec.request_id,
         prompt_ids=spec.prompt_ids,
         max_tokens=spec.max_tokens,
-        sampling=common_pb2.SamplingParams(
-            temperature=spec.sampling.temperature,
-            top_p=spec.sampling.top_p,
-            top_k=spec.sampling.top_k,
-            seed=spec.sampling.seed,
-        ),
+        sampling=_sampling_to_wire(spec.sampling),
         ignore_eos=spec.ignore_eos,
         has_stop_strings=spec.has_stop_strings,
         kv_salt=spec.kv_salt,
@@ -51,18 +46,60 @@ def spec_from_wire(spec: common_pb2.RequestSpec) -> RequestSpec:
             request_id=RequestId(spec.request_id),
             prompt_ids=tuple(map(TokenId, spec.prompt_ids)),
             max_tokens=spec.max_tokens,
-            sampling=SamplingParams(
-                temperature=spec.sampling.temperature,
-                top_p=spec.sampling.top_p,
-                top_k=spec.sampling.top_k,
-                seed=spec.sampling.seed,
-            ),
+            sampling=_sampling_from_wire(spec.sampling),
             ignore_eos=spec.ignore_eos,
             has_stop_strings=spec.has_stop_strings,
             kv_salt=spec.kv_salt,
         )
     except ValueError as error:
         raise ServingError(ErrorCode.INVALID_REQUEST, f"request spec: {error}") from error
+
+
+def _sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        top_logprobs=sampling.top_logprobs,
+    )
+
+
+def _sampling_from_wire(sampling: common_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=tuple(sorted((TokenId(token_id), bias) for token_id, bias in sampling.logit_bias.items())),
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=tuple(map(TokenId, sampling.stop_token_ids)),
+        top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
+    )
+
+
+def logprobs_to_wire(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def logprobs_from_wire(logprobs: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = zip(map(TokenId, logprobs.top_ids), logprobs.top_logprobs, strict=True)
+    return TokenLogprobs(logprob=logprobs.logprob, top=tuple(top))
 
 
 def finish_reason_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.ValueType":

@@ -1,12 +1,13 @@
 """What a service needs from an engine: chunks and rows in, token ids out. And how one sequence may fail alone."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestKey, TokenId
 from shared.domain.request import FinishReason, RequestSpec
+from shared.domain.sampling import TokenLogprobs
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import KvLayout
 
@@ -19,8 +20,19 @@ class SequenceFault(ServingError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """An output token, with its log probabilities where they were asked for."""
+
+    token_id: TokenId
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """Prompt positions [start, end) of one sequence; positions before `start` are in the cache. May be empty."""
+    """Prompt positions [start, end) of one sequence; positions before `start` are in the cache. May be empty.
+
+    Output token 1 is sampled after the last chunk, unless the answer is continued (`wants_token` false).
+    """
 
     key: RequestKey
     spec: RequestSpec
@@ -28,22 +40,29 @@ class PrefillChunk:
     start: int
     end: int
     is_last: bool
+    wants_token: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRow:
-    """One token of one sequence: feed output token `index - 1`, get output token `index` (2 or more)."""
+    """Feed output tokens `index - len(input_tokens)` ... `index - 1` of one sequence, get output token `index`.
+
+    One input token is the usual step; several are a replay. `wants_token` false: only the KV is wanted.
+    """
 
     key: RequestKey
     spec: RequestSpec
     block_table: BlockTable
-    input_token: TokenId
+    input_tokens: tuple[TokenId, ...]
     index: int
+    outputs: Sequence[TokenId]
+    """Output tokens 1 ... `index - 1`, for penalties; not to be kept."""
+    wants_token: bool = True
 
     @property
     def position(self) -> int:
-        """Where the KV of the fed token goes: output token i lies at prompt length + i - 1."""
-        return self.spec.num_prompt_tokens + self.index - 2
+        """Where the KV of the first fed token goes: output token i lies at prompt length + i - 1."""
+        return self.spec.num_prompt_tokens + self.index - 1 - len(self.input_tokens)
 
 
 class Executor(Protocol):
@@ -72,16 +91,25 @@ class Executor(Protocol):
         """
         ...
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[TokenId | SequenceFault | None]:
-        """One step over at most one chunk a prompt: writes their KV; output token 1 for a last chunk, else None."""
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], on_layers: Callable[[int], None] | None = None
+    ) -> list[SampledToken | SequenceFault | None]:
+        """One step over at most one chunk a prompt: writes their KV; output token 1 for a last chunk that wants it.
+
+        `on_layers(n)` is called, with rising n and in this thread, when the KV of the first n layers of every chunk is
+        written; not every n is told, and the last one never is: the return tells it.
+        """
         ...
 
     def check_commit(self, key: RequestKey, spec: RequestSpec, block_table: BlockTable) -> None:
         """Begin decoding on KV that was handed over; raises SequenceFault KV_CORRUPT if it sees that it is wrong."""
         ...
 
-    def decode(self, rows: Sequence[DecodeRow]) -> list[TokenId | SequenceFault]:
-        """One step over at most one row a sequence: writes the KV of the fed tokens, returns the next ones."""
+    def decode(self, rows: Sequence[DecodeRow]) -> list[SampledToken | SequenceFault | None]:
+        """One step over at most one row a sequence: writes the KV of the fed tokens, returns the next ones.
+
+        None exactly where `wants_token` is false.
+        """
         ...
 
     def release(self, key: RequestKey) -> None:

@@ -1,10 +1,13 @@
 """The real model behind the `Executor` protocol: one forward pass a step, then the sampler."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from shared.domain.ids import RequestKey, TokenId
 from shared.domain.request import RequestSpec
-from shared.engine.executor import DecodeRow, PrefillChunk, SequenceFault
+from shared.engine.executor import DecodeRow, PrefillChunk, SampledToken, SequenceFault
 from shared.engine.sampler import sample
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import KvLayout
@@ -42,7 +45,9 @@ class TorchExecutor:
         num_tokens = spec.num_prompt_tokens
         return (*range(self._chunk_tokens, num_tokens, self._chunk_tokens), num_tokens)
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[TokenId | SequenceFault | None]:
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], on_layers: Callable[[int], None] | None = None
+    ) -> list[SampledToken | SequenceFault | None]:
         logits = iter(
             self._model.forward(
                 self._memory,
@@ -51,34 +56,41 @@ class TorchExecutor:
                         token_ids=chunk.spec.prompt_ids[chunk.start : chunk.end],
                         start=chunk.start,
                         block_table=chunk.block_table.indices,
-                        want_logits=chunk.is_last,
+                        want_logits=chunk.is_last and chunk.wants_token,
                     )
                     for chunk in chunks
                 ],
             )
         )
-        return [sample(next(logits), chunk.spec.sampling, 1) if chunk.is_last else None for chunk in chunks]
+        return [
+            _sampled(next(logits), chunk.spec, 1) if chunk.is_last and chunk.wants_token else None for chunk in chunks
+        ]
 
     def check_commit(self, key: RequestKey, spec: RequestSpec, block_table: BlockTable) -> None:
         """Nothing to compare with: the frames' checksums are the proof."""
 
-    def decode(self, rows: Sequence[DecodeRow]) -> list[TokenId | SequenceFault]:
-        logits = self._model.forward(
+    def decode(self, rows: Sequence[DecodeRow]) -> list[SampledToken | SequenceFault | None]:
+        logits = iter(self._model.forward(
             self._memory,
             [
                 Segment(
-                    token_ids=(row.input_token,),
+                    token_ids=row.input_tokens,
                     start=row.position,
                     block_table=row.block_table.indices,
-                    want_logits=True,
+                    want_logits=row.wants_token,
                 )
                 for row in rows
             ],
-        )
-        return [sample(row_logits, row.spec.sampling, row.index) for row, row_logits in zip(rows, logits, strict=True)]
+        ))
+        return [_sampled(next(logits), row.spec, row.index) if row.wants_token else None for row in rows]
 
     def release(self, key: RequestKey) -> None:
         """Nothing is kept for a sequence."""
 
     def interrupt(self) -> None:
         """A forward pass cannot be cut short; it ends by itself soon."""
+
+
+def _sampled(logits: npt.NDArray[np.float32], spec: RequestSpec, index: int) -> SampledToken | SequenceFault:
+    drawn = sample(logits, spec.sampling, index)
+    return drawn if isinstance(drawn, SequenceFault) else SampledToken(token_id=drawn)

@@ -24,25 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shared/wire/common.proto\x12\rfirsttoken.v1\"1\n\nRequestKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"Q\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x06\"\xb9\x01\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.firsttoken.v1.SamplingParams\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x18\n\x10has_stop_strings\x18\x06 \x01(\x08\x12\x0f\n\x07kv_salt\x18\x07 \x01(\x06\"R\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\r\"{\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x10\n\x08numerics\x18\x06 \x01(\x0c*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shared/wire/common.proto\x12\rfirsttoken.v1\"1\n\nRequestKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xfd\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12@\n\nlogit_bias\x18\t \x03(\x0b\x32,.firsttoken.v1.SamplingParams.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x19\n\x0ctop_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0f\n\r_top_logprobs\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xb9\x01\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.firsttoken.v1.SamplingParams\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x18\n\x10has_stop_strings\x18\x06 \x01(\x08\x12\x0f\n\x07kv_salt\x18\x07 \x01(\x06\"R\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\r\"{\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x10\n\x08numerics\x18\x06 \x01(\x0c*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shared.wire.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=574
-  _globals['_FINISHREASON']._serialized_end=669
-  _globals['_ROLE']._serialized_start=671
-  _globals['_ROLE']._serialized_end=734
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=948
+  _globals['_FINISHREASON']._serialized_end=1043
+  _globals['_ROLE']._serialized_start=1045
+  _globals['_ROLE']._serialized_end=1108
   _globals['_REQUESTKEY']._serialized_start=43
   _globals['_REQUESTKEY']._serialized_end=92
-  _globals['_SAMPLINGPARAMS']._serialized_start=94
-  _globals['_SAMPLINGPARAMS']._serialized_end=175
-  _globals['_REQUESTSPEC']._serialized_start=178
-  _globals['_REQUESTSPEC']._serialized_end=363
-  _globals['_ERRORDETAIL']._serialized_start=365
-  _globals['_ERRORDETAIL']._serialized_end=447
-  _globals['_KVLAYOUT']._serialized_start=449
-  _globals['_KVLAYOUT']._serialized_end=572
+  _globals['_SAMPLINGPARAMS']._serialized_start=95
+  _globals['_SAMPLINGPARAMS']._serialized_end=476
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=411
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=459
+  _globals['_TOKENLOGPROBS']._serialized_start=478
+  _globals['_TOKENLOGPROBS']._serialized_end=549
+  _globals['_REQUESTSPEC']._serialized_start=552
+  _globals['_REQUESTSPEC']._serialized_end=737
+  _globals['_ERRORDETAIL']._serialized_start=739
+  _globals['_ERRORDETAIL']._serialized_end=821
+  _globals['_KVLAYOUT']._serialized_start=823
+  _globals['_KVLAYOUT']._serialized_end=946
 # @@protoc_insertion_point(module_scope)

@@ -216,10 +216,11 @@ class SequenceTokens(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """of ids[0]"""
     cached_tokens: _builtins.int
-    """with first_index 1 only"""
+    """with the first batch of an attempt"""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey: ...
     @_builtins.property
@@ -227,6 +228,10 @@ class SequenceTokens(_message.Message):
     @_builtins.property
     def end(self) -> Global___End:
         """after a last token"""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """one an id, or none at all"""
 
     def __init__(
         self,
@@ -236,10 +241,11 @@ class SequenceTokens(_message.Message):
         ids: _abc.Iterable[_builtins.int] | None = ...,
         end: Global___End | None = ...,
         cached_tokens: _builtins.int = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "end", b"end", "first_index", b"first_index", "ids", b"ids", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "end", b"end", "first_index", b"first_index", "ids", b"ids", "key", b"key", "logprobs", b"logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,41 +25,41 @@ _sym_db = _symbol_database.Default()
 from shared.wire import common_pb2 as shared_dot_wire_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14shared/wire/kv.proto\x12\rfirsttoken.v1\x1a\x18shared/wire/common.proto\"\x92\x01\n\rTransferHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x1c\n\x14receiver_incarnation\x18\x03 \x01(\x06\x12\'\n\x06layout\x18\x04 \x01(\x0b\x32\x17.firsttoken.v1.KvLayout\x12\x12\n\ntransports\x18\x05 \x03(\t\"9\n\x0fTransferWelcome\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x11\n\ttransport\x18\x02 \x01(\t\"\x95\x01\n\x06PushUp\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.firsttoken.v1.PushOpenH\x00\x12\'\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x16.firsttoken.v1.KvFrameH\x00\x12.\n\nkeep_alive\x18\x03 \x01(\x0b\x32\x18.firsttoken.v1.KeepAliveH\x00\x42\t\n\x07message\"\x81\x01\n\x08PushOpen\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x06\x12\x1a\n\x12sender_incarnation\x18\x03 \x01(\x06\x12\x1c\n\x14receiver_incarnation\x18\x04 \x01(\x06\"\xe2\x01\n\x07KvFrame\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x03key\x18\x02 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\x13\n\x0btransfer_id\x18\x03 \x01(\x06\x12\x1a\n\x12sender_incarnation\x18\x04 \x01(\x06\x12\x13\n\x0blayer_start\x18\x05 \x01(\r\x12\x11\n\tlayer_end\x18\x06 \x01(\r\x12\x13\n\x0btoken_start\x18\x07 \x01(\r\x12\x11\n\ttoken_end\x18\x08 \x01(\r\x12\r\n\x05\x63rc32\x18\t \x01(\x07\x12\x0f\n\x07payload\x18\n \x01(\x0c\"\x0b\n\tKeepAlive\"\x8b\x01\n\x08PushDown\x12#\n\x04held\x18\x01 \x01(\x0b\x32\x13.firsttoken.v1.HeldH\x00\x12&\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x17.firsttoken.v1.FrameAckH\x00\x12\'\n\x06reject\x18\x03 \x01(\x0b\x32\x15.firsttoken.v1.RejectH\x00\x42\t\n\x07message\"0\n\x04Held\x12(\n\x06ranges\x18\x01 \x03(\x0b\x32\x18.firsttoken.v1.HeldRange\"[\n\tHeldRange\x12\x13\n\x0blayer_start\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x13\n\x0btoken_start\x18\x03 \x01(\r\x12\x11\n\ttoken_end\x18\x04 \x01(\r\"\x18\n\x08\x46rameAck\x12\x0c\n\x04upto\x18\x01 \x01(\x04\"B\n\x06Reject\x12\'\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x19.firsttoken.v1.RejectCode\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xb3\x01\n\x11\x46irstTokenRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x06\x12\x1a\n\x12sender_incarnation\x18\x03 \x01(\x06\x12\x1c\n\x14receiver_incarnation\x18\x04 \x01(\x06\x12\x10\n\x08token_id\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\">\n\x0f\x46irstTokenReply\x12+\n\x08rejected\x18\x01 \x01(\x0e\x32\x19.firsttoken.v1.RejectCode*\xf2\x01\n\nRejectCode\x12\x1b\n\x17REJECT_CODE_UNSPECIFIED\x10\x00\x12\x14\n\x10REJECT_CODE_GONE\x10\x01\x12!\n\x1dREJECT_CODE_STALE_INCARNATION\x10\x02\x12 \n\x1cREJECT_CODE_UNKNOWN_TRANSFER\x10\x03\x12\x1c\n\x18REJECT_CODE_BAD_CHECKSUM\x10\x04\x12\x19\n\x15REJECT_CODE_BAD_RANGE\x10\x05\x12\x1c\n\x18REJECT_CODE_NO_HANDSHAKE\x10\x06\x12\x15\n\x11REJECT_CODE_FAULT\x10\x07\x32\xdf\x01\n\nKvTransfer\x12\x45\n\x05Hello\x12\x1c.firsttoken.v1.TransferHello\x1a\x1e.firsttoken.v1.TransferWelcome\x12:\n\x04Push\x12\x15.firsttoken.v1.PushUp\x1a\x17.firsttoken.v1.PushDown(\x01\x30\x01\x12N\n\nFirstToken\x12 .firsttoken.v1.FirstTokenRequest\x1a\x1e.firsttoken.v1.FirstTokenReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14shared/wire/kv.proto\x12\rfirsttoken.v1\x1a\x18shared/wire/common.proto\"\xaa\x01\n\rTransferHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x1c\n\x14receiver_incarnation\x18\x03 \x01(\x06\x12\'\n\x06layout\x18\x04 \x01(\x0b\x32\x17.firsttoken.v1.KvLayout\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x16\n\x0eshm_proof_path\x18\x06 \x01(\t\"L\n\x0fTransferWelcome\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x11\n\tshm_proof\x18\x03 \x01(\x0c\"\x95\x01\n\x06PushUp\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.firsttoken.v1.PushOpenH\x00\x12\'\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x16.firsttoken.v1.KvFrameH\x00\x12.\n\nkeep_alive\x18\x03 \x01(\x0b\x32\x18.firsttoken.v1.KeepAliveH\x00\x42\t\n\x07message\"\xc1\x01\n\x08PushOpen\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x06\x12\x1a\n\x12sender_incarnation\x18\x03 \x01(\x06\x12\x1c\n\x14receiver_incarnation\x18\x04 \x01(\x06\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x14\n\x0cstaging_path\x18\x06 \x01(\t\x12\x15\n\rstaging_bytes\x18\x07 \x01(\x04\"\x92\x02\n\x07KvFrame\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x03key\x18\x02 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\x13\n\x0btransfer_id\x18\x03 \x01(\x06\x12\x1a\n\x12sender_incarnation\x18\x04 \x01(\x06\x12\x13\n\x0blayer_start\x18\x05 \x01(\r\x12\x11\n\tlayer_end\x18\x06 \x01(\r\x12\x13\n\x0btoken_start\x18\x07 \x01(\r\x12\x11\n\ttoken_end\x18\x08 \x01(\r\x12\r\n\x05\x63rc32\x18\t \x01(\x07\x12\x0f\n\x07payload\x18\n \x01(\x0c\x12\x16\n\x0estaging_offset\x18\x0b \x01(\x04\x12\x16\n\x0estaging_length\x18\x0c \x01(\r\"\x0b\n\tKeepAlive\"\x8b\x01\n\x08PushDown\x12#\n\x04held\x18\x01 \x01(\x0b\x32\x13.firsttoken.v1.HeldH\x00\x12&\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x17.firsttoken.v1.FrameAckH\x00\x12\'\n\x06reject\x18\x03 \x01(\x0b\x32\x15.firsttoken.v1.RejectH\x00\x42\t\n\x07message\"0\n\x04Held\x12(\n\x06ranges\x18\x01 \x03(\x0b\x32\x18.firsttoken.v1.HeldRange\"[\n\tHeldRange\x12\x13\n\x0blayer_start\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x13\n\x0btoken_start\x18\x03 \x01(\r\x12\x11\n\ttoken_end\x18\x04 \x01(\r\"\x18\n\x08\x46rameAck\x12\x0c\n\x04upto\x18\x01 \x01(\x04\"B\n\x06Reject\x12\'\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x19.firsttoken.v1.RejectCode\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xe3\x01\n\x11\x46irstTokenRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x06\x12\x1a\n\x12sender_incarnation\x18\x03 \x01(\x06\x12\x1c\n\x14receiver_incarnation\x18\x04 \x01(\x06\x12\x10\n\x08token_id\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12.\n\x08logprobs\x18\x07 \x01(\x0b\x32\x1c.firsttoken.v1.TokenLogprobs\">\n\x0f\x46irstTokenReply\x12+\n\x08rejected\x18\x01 \x01(\x0e\x32\x19.firsttoken.v1.RejectCode*\xf2\x01\n\nRejectCode\x12\x1b\n\x17REJECT_CODE_UNSPECIFIED\x10\x00\x12\x14\n\x10REJECT_CODE_GONE\x10\x01\x12!\n\x1dREJECT_CODE_STALE_INCARNATION\x10\x02\x12 \n\x1cREJECT_CODE_UNKNOWN_TRANSFER\x10\x03\x12\x1c\n\x18REJECT_CODE_BAD_CHECKSUM\x10\x04\x12\x19\n\x15REJECT_CODE_BAD_RANGE\x10\x05\x12\x1c\n\x18REJECT_CODE_NO_HANDSHAKE\x10\x06\x12\x15\n\x11REJECT_CODE_FAULT\x10\x07\x32\xdf\x01\n\nKvTransfer\x12\x45\n\x05Hello\x12\x1c.firsttoken.v1.TransferHello\x1a\x1e.firsttoken.v1.TransferWelcome\x12:\n\x04Push\x12\x15.firsttoken.v1.PushUp\x1a\x17.firsttoken.v1.PushDown(\x01\x30\x01\x12N\n\nFirstToken\x12 .firsttoken.v1.FirstTokenRequest\x1a\x1e.firsttoken.v1.FirstTokenReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shared.wire.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REJECTCODE']._serialized_start=1425
-  _globals['_REJECTCODE']._serialized_end=1667
+  _globals['_REJECTCODE']._serialized_start=1628
+  _globals['_REJECTCODE']._serialized_end=1870
   _globals['_TRANSFERHELLO']._serialized_start=66
-  _globals['_TRANSFERHELLO']._serialized_end=212
-  _globals['_TRANSFERWELCOME']._serialized_start=214
-  _globals['_TRANSFERWELCOME']._serialized_end=271
-  _globals['_PUSHUP']._serialized_start=274
-  _globals['_PUSHUP']._serialized_end=423
-  _globals['_PUSHOPEN']._serialized_start=426
-  _globals['_PUSHOPEN']._serialized_end=555
-  _globals['_KVFRAME']._serialized_start=558
-  _globals['_KVFRAME']._serialized_end=784
-  _globals['_KEEPALIVE']._serialized_start=786
-  _globals['_KEEPALIVE']._serialized_end=797
-  _globals['_PUSHDOWN']._serialized_start=800
-  _globals['_PUSHDOWN']._serialized_end=939
-  _globals['_HELD']._serialized_start=941
-  _globals['_HELD']._serialized_end=989
-  _globals['_HELDRANGE']._serialized_start=991
-  _globals['_HELDRANGE']._serialized_end=1082
-  _globals['_FRAMEACK']._serialized_start=1084
-  _globals['_FRAMEACK']._serialized_end=1108
-  _globals['_REJECT']._serialized_start=1110
-  _globals['_REJECT']._serialized_end=1176
-  _globals['_FIRSTTOKENREQUEST']._serialized_start=1179
-  _globals['_FIRSTTOKENREQUEST']._serialized_end=1358
-  _globals['_FIRSTTOKENREPLY']._serialized_start=1360
-  _globals['_FIRSTTOKENREPLY']._serialized_end=1422
-  _globals['_KVTRANSFER']._serialized_start=1670
-  _globals['_KVTRANSFER']._serialized_end=1893
+  _globals['_TRANSFERHELLO']._serialized_end=236
+  _globals['_TRANSFERWELCOME']._serialized_start=238
+  _globals['_TRANSFERWELCOME']._serialized_end=314
+  _globals['_PUSHUP']._serialized_start=317
+  _globals['_PUSHUP']._serialized_end=466
+  _globals['_PUSHOPEN']._serialized_start=469
+  _globals['_PUSHOPEN']._serialized_end=662
+  _globals['_KVFRAME']._serialized_start=665
+  _globals['_KVFRAME']._serialized_end=939
+  _globals['_KEEPALIVE']._serialized_start=941
+  _globals['_KEEPALIVE']._serialized_end=952
+  _globals['_PUSHDOWN']._serialized_start=955
+  _globals['_PUSHDOWN']._serialized_end=1094
+  _globals['_HELD']._serialized_start=1096
+  _globals['_HELD']._serialized_end=1144
+  _globals['_HELDRANGE']._serialized_start=1146
+  _globals['_HELDRANGE']._serialized_end=1237
+  _globals['_FRAMEACK']._serialized_start=1239
+  _globals['_FRAMEACK']._serialized_end=1263
+  _globals['_REJECT']._serialized_start=1265
+  _globals['_REJECT']._serialized_end=1331
+  _globals['_FIRSTTOKENREQUEST']._serialized_start=1334
+  _globals['_FIRSTTOKENREQUEST']._serialized_end=1561
+  _globals['_FIRSTTOKENREPLY']._serialized_start=1563
+  _globals['_FIRSTTOKENREPLY']._serialized_end=1625
+  _globals['_KVTRANSFER']._serialized_start=1873
+  _globals['_KVTRANSFER']._serialized_end=2096
 # @@protoc_insertion_point(module_scope)

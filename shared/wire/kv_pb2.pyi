@@ -62,11 +62,14 @@ class TransferHello(_message.Message):
     RECEIVER_INCARNATION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    SHM_PROOF_PATH_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     """of the sender"""
     receiver_incarnation: _builtins.int
     """the one the sender believes it talks to"""
+    shm_proof_path: _builtins.str
+    """a file of this host that holds a random token; empty = no shm"""
     @_builtins.property
     def layout(self) -> _common_pb2.KvLayout: ...
     @_builtins.property
@@ -81,10 +84,11 @@ class TransferHello(_message.Message):
         receiver_incarnation: _builtins.int = ...,
         layout: _common_pb2.KvLayout | None = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
+        shm_proof_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "layout", b"layout", "receiver_incarnation", b"receiver_incarnation", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "layout", b"layout", "receiver_incarnation", b"receiver_incarnation", "shm_proof_path", b"shm_proof_path", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -96,19 +100,23 @@ class TransferWelcome(_message.Message):
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    SHM_PROOF_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """of the receiver"""
     transport: _builtins.str
     """the one to use"""
+    shm_proof: _builtins.bytes
+    """the token read from shm_proof_path: both ends share a host"""
     def __init__(
         self,
         *,
         incarnation: _builtins.int = ...,
         transport: _builtins.str = ...,
+        shm_proof: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "shm_proof", b"shm_proof", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -156,9 +164,17 @@ class PushOpen(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     SENDER_INCARNATION_FIELD_NUMBER: _builtins.int
     RECEIVER_INCARNATION_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    STAGING_PATH_FIELD_NUMBER: _builtins.int
+    STAGING_BYTES_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     sender_incarnation: _builtins.int
     receiver_incarnation: _builtins.int
+    transport: _builtins.str
+    """empty = grpc"""
+    staging_path: _builtins.str
+    """shm: where the receiver opens the staging segment"""
+    staging_bytes: _builtins.int
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey: ...
     def __init__(
@@ -168,10 +184,13 @@ class PushOpen(_message.Message):
         transfer_id: _builtins.int = ...,
         sender_incarnation: _builtins.int = ...,
         receiver_incarnation: _builtins.int = ...,
+        transport: _builtins.str = ...,
+        staging_path: _builtins.str = ...,
+        staging_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "receiver_incarnation", b"receiver_incarnation", "sender_incarnation", b"sender_incarnation", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "receiver_incarnation", b"receiver_incarnation", "sender_incarnation", b"sender_incarnation", "staging_bytes", b"staging_bytes", "staging_path", b"staging_path", "transfer_id", b"transfer_id", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -195,6 +214,8 @@ class KvFrame(_message.Message):
     TOKEN_END_FIELD_NUMBER: _builtins.int
     CRC32_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
+    STAGING_OFFSET_FIELD_NUMBER: _builtins.int
+    STAGING_LENGTH_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """from 1 per stream"""
     transfer_id: _builtins.int
@@ -209,7 +230,9 @@ class KvFrame(_message.Message):
     crc32: _builtins.int
     """of the payload"""
     payload: _builtins.bytes
-    """at most 1 MiB"""
+    """at most 1 MiB; empty where it lies in the staging segment"""
+    staging_offset: _builtins.int
+    staging_length: _builtins.int
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey: ...
     def __init__(
@@ -225,10 +248,12 @@ class KvFrame(_message.Message):
         token_end: _builtins.int = ...,
         crc32: _builtins.int = ...,
         payload: _builtins.bytes = ...,
+        staging_offset: _builtins.int = ...,
+        staging_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "key", b"key", "layer_end", b"layer_end", "layer_start", b"layer_start", "number", b"number", "payload", b"payload", "sender_incarnation", b"sender_incarnation", "token_end", b"token_end", "token_start", b"token_start", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "key", b"key", "layer_end", b"layer_end", "layer_start", b"layer_start", "number", b"number", "payload", b"payload", "sender_incarnation", b"sender_incarnation", "staging_length", b"staging_length", "staging_offset", b"staging_offset", "token_end", b"token_end", "token_start", b"token_start", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -384,6 +409,7 @@ class FirstTokenRequest(_message.Message):
     RECEIVER_INCARNATION_FIELD_NUMBER: _builtins.int
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     sender_incarnation: _builtins.int
     receiver_incarnation: _builtins.int
@@ -392,6 +418,10 @@ class FirstTokenRequest(_message.Message):
     """prompt tokens that prefill did not compute"""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey: ...
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.TokenLogprobs:
+        """where they were asked for"""
+
     def __init__(
         self,
         *,
@@ -401,10 +431,11 @@ class FirstTokenRequest(_message.Message):
         receiver_incarnation: _builtins.int = ...,
         token_id: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        logprobs: _common_pb2.TokenLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "key", b"key", "receiver_incarnation", b"receiver_incarnation", "sender_incarnation", b"sender_incarnation", "token_id", b"token_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "key", b"key", "logprobs", b"logprobs", "receiver_incarnation", b"receiver_incarnation", "sender_incarnation", b"sender_incarnation", "token_id", b"token_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,27 +47,73 @@ class ServeUp(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    DELIVERED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___Start:
         """first message of every stream"""
 
     @_builtins.property
     def cancel(self) -> Global___CancelAsked: ...
+    @_builtins.property
+    def delivered(self) -> Global___Delivered:
+        """answer to Requeued"""
+
     def __init__(
         self,
         *,
         start: Global___Start | None = ...,
         cancel: Global___CancelAsked | None = ...,
+        delivered: Global___Delivered | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "delivered", b"delivered", "message", b"message", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "delivered", b"delivered", "message", b"message", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["start", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["start", "cancel", "delivered"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ServeUp: _TypeAlias = ServeUp  # noqa: Y015
+
+@_typing.final
+class Delivered(_message.Message):
+    """Every token that the gateway holds of the answer, acknowledged or not: the next attempt goes on behind them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    """the one that Requeued closed"""
+    complete: _builtins.bool
+    """the answer had ended: nothing is placed again"""
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """with complete"""
+    cached_tokens: _builtins.int
+    """of the first attempt"""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """output tokens 1..."""
+
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        complete: _builtins.bool = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "complete", b"complete", "finish_reason", b"finish_reason", "ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Delivered: _TypeAlias = Delivered  # noqa: Y015
 
 @_typing.final
 class Start(_message.Message):
@@ -136,6 +182,7 @@ class ServeDown(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     PLACED_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    REQUEUED_FIELD_NUMBER: _builtins.int
     scheduler_epoch: _builtins.int
     """the gateway refuses less than the highest it has seen"""
     @_builtins.property
@@ -146,6 +193,8 @@ class ServeDown(_message.Message):
     def outcome(self) -> Global___Outcome:
         """last message"""
 
+    @_builtins.property
+    def requeued(self) -> Global___Requeued: ...
     def __init__(
         self,
         *,
@@ -153,16 +202,42 @@ class ServeDown(_message.Message):
         queued: Global___Queued | None = ...,
         placed: Global___Placed | None = ...,
         outcome: Global___Outcome | None = ...,
+        requeued: Global___Requeued | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "outcome", b"outcome", "placed", b"placed", "queued", b"queued"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "outcome", b"outcome", "placed", b"placed", "queued", b"queued", "requeued", b"requeued"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "outcome", b"outcome", "placed", b"placed", "queued", b"queued", "scheduler_epoch", b"scheduler_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "outcome", b"outcome", "placed", b"placed", "queued", b"queued", "requeued", b"requeued", "scheduler_epoch", b"scheduler_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["queued", "placed", "outcome"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["queued", "placed", "outcome", "requeued"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ServeDown: _TypeAlias = ServeDown  # noqa: Y015
+
+@_typing.final
+class Requeued(_message.Message):
+    """Closes an attempt: the gateway detaches, takes nothing more of it, and answers with Delivered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    reason: _builtins.str
+    """preempted, or the code of the error that ended the attempt"""
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Requeued: _TypeAlias = Requeued  # noqa: Y015
 
 @_typing.final
 class Queued(_message.Message):
@@ -564,6 +639,7 @@ class WorkerEvent(_message.Message):
     SEQUENCE_DONE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FAILED_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    PREEMPTED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     scheduler_epoch: _builtins.int
     """of the command that this answers"""
@@ -595,6 +671,10 @@ class WorkerEvent(_message.Message):
     def released(self) -> Global___Released:
         """answer to Abort and Release"""
 
+    @_builtins.property
+    def preempted(self) -> Global___Preempted:
+        """decode: its blocks went to others; goes on by requeue and replay"""
+
     def __init__(
         self,
         *,
@@ -608,12 +688,13 @@ class WorkerEvent(_message.Message):
         sequence_done: Global___SequenceDone | None = ...,
         attempt_failed: Global___AttemptFailed | None = ...,
         released: Global___Released | None = ...,
+        preempted: Global___Preempted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_failed", b"attempt_failed", "event", b"event", "key", b"key", "kv_committed", b"kv_committed", "prefill_done", b"prefill_done", "released", b"released", "reserve_refused", b"reserve_refused", "reserved", b"reserved", "sequence_done", b"sequence_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_failed", b"attempt_failed", "event", b"event", "key", b"key", "kv_committed", b"kv_committed", "preempted", b"preempted", "prefill_done", b"prefill_done", "released", b"released", "reserve_refused", b"reserve_refused", "reserved", b"reserved", "sequence_done", b"sequence_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_failed", b"attempt_failed", "event", b"event", "key", b"key", "kv_committed", b"kv_committed", "number", b"number", "prefill_done", b"prefill_done", "released", b"released", "reserve_refused", b"reserve_refused", "reserved", b"reserved", "scheduler_epoch", b"scheduler_epoch", "sequence_done", b"sequence_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_failed", b"attempt_failed", "event", b"event", "key", b"key", "kv_committed", b"kv_committed", "number", b"number", "preempted", b"preempted", "prefill_done", b"prefill_done", "released", b"released", "reserve_refused", b"reserve_refused", "reserved", b"reserved", "scheduler_epoch", b"scheduler_epoch", "sequence_done", b"sequence_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["reserved", "reserve_refused", "prefill_done", "kv_committed", "sequence_done", "attempt_failed", "released"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["reserved", "reserve_refused", "prefill_done", "kv_committed", "sequence_done", "attempt_failed", "released", "preempted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -763,6 +844,21 @@ class SequenceDone(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceDone: _TypeAlias = SequenceDone  # noqa: Y015
+
+@_typing.final
+class Preempted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Preempted: _TypeAlias = Preempted  # noqa: Y015
 
 @_typing.final
 class AttemptFailed(_message.Message):
@@ -936,16 +1032,22 @@ class Reserve(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
+    DELIVERED_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spec(self) -> _common_pb2.RequestSpec: ...
+    @_builtins.property
+    def delivered_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """output tokens that the client has: replayed, then continued"""
+
     def __init__(
         self,
         *,
         spec: _common_pb2.RequestSpec | None = ...,
+        delivered_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivered_ids", b"delivered_ids", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -957,6 +1059,9 @@ class Prefill(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
+    NUM_DELIVERED_FIELD_NUMBER: _builtins.int
+    num_delivered: _builtins.int
+    """above 0: token 1 exists, none is sampled"""
     @_builtins.property
     def spec(self) -> _common_pb2.RequestSpec: ...
     @_builtins.property
@@ -966,10 +1071,11 @@ class Prefill(_message.Message):
         *,
         spec: _common_pb2.RequestSpec | None = ...,
         target: Global___KvTarget | None = ...,
+        num_delivered: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_delivered", b"num_delivered", "spec", b"spec", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
