@@ -3,23 +3,31 @@
 A block is one contiguous piece of memory, `block_size` token positions in all layers:
 
     block  = [layer 0][layer 1]...            layer_block_bytes each
-    layer  = [K][V]                           each [kv head][slot][head_dim] of `dtype`
+    layer  = [K][V]                           half of that each
+    K      = [kv head][head_dim][slot]        a score's sum over head_dim runs along whole vectors of slots
+    V      = [kv head][slot][head_dim]        a mix over slots runs along whole vectors of head_dim
+
+Numbers are of `dtype`. With head_dim 1 both halves look alike, which the scripted generator's words make use of.
 """
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 NUM_HALVES = 2  # keys and values
+_VERSION = 2  # of the block form above; a worker of another version is refused at the handshake
 _FINGERPRINT_BYTES = 16  # as long as needed to tell layouts apart; nobody forges one inside a cluster
+_BFLOAT16 = "bfloat16"  # numpy has no such type; its bits are kept as uint16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
     """What both ends of a hand-over must have in common. Raises ValueError when a number makes no sense.
 
-    `dtype` is a numpy name; `numerics` is a fingerprint of model, formats and kernels: same bytes, same bits.
+    `dtype` is a numpy name or "bfloat16"; `numerics` is a fingerprint of model, formats and kernels: same bytes, same
+    bits.
     """
 
     num_layers: int
@@ -34,14 +42,25 @@ class KvLayout:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
         try:
-            np.dtype(self.dtype)
+            if self.storage_dtype.hasobject or self.itemsize == 0:
+                raise ValueError(f"dtype {self.dtype!r} has no fixed bytes")
         except TypeError:
             raise ValueError(f"dtype {self.dtype!r} is not a numpy type") from None
 
     @property
+    def storage_dtype(self) -> np.dtype[Any]:
+        """The numpy type that holds a number's bits."""
+        return np.dtype(np.uint16 if self.dtype == _BFLOAT16 else self.dtype)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        return self.storage_dtype.itemsize
+
+    @property
     def layer_token_bytes(self) -> int:
         """Bytes of one token position in one layer."""
-        return NUM_HALVES * self.num_kv_heads * self.head_dim * np.dtype(self.dtype).itemsize
+        return NUM_HALVES * self.num_kv_heads * self.head_dim * self.itemsize
 
     @property
     def token_bytes(self) -> int:
@@ -58,8 +77,16 @@ class KvLayout:
 
     @property
     def fingerprint(self) -> bytes:
-        """Equal exactly when the layouts are equal, numerics included."""
-        parts = (self.num_layers, self.num_kv_heads, self.head_dim, self.dtype, self.block_size, self.numerics.hex())
+        """Equal exactly when the layouts are equal, numerics and the form of a block included."""
+        parts = (
+            _VERSION,
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            self.dtype,
+            self.block_size,
+            self.numerics.hex(),
+        )
         return hashlib.blake2b(repr(parts).encode(), digest_size=_FINGERPRINT_BYTES).digest()
 
     def num_blocks_for(self, num_tokens: int) -> int:

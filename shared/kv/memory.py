@@ -1,6 +1,7 @@
 """The bytes of the paged KV cache, and a block's way in and out of them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,31 +9,37 @@ import numpy.typing as npt
 from shared.domain.ids import BlockId
 from shared.kv.layout import NUM_HALVES, KvLayout
 
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector that a kernel loads
+
 
 class KvMemory:
     """`num_blocks` blocks of zeroed memory, in the block form of `shared.kv.layout`.
 
     Any thread may use it; that nobody reads or writes a block that another is writing is the owner's promise (a block
-    belongs to one sequence, and frames are copied in before the sequence joins a batch).
+    belongs to one sequence until it is whole, is only read after that, and frames are copied in before the sequence
+    joins a batch). Blocks are finite numbers from the start and stay so: a masked slot may be multiplied by 0.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.data: npt.NDArray[np.uint8] = np.zeros((num_blocks, layout.block_bytes), dtype=np.uint8)
+        num_bytes = num_blocks * layout.block_bytes
+        raw = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        self.data: npt.NDArray[np.uint8] = raw[start : start + num_bytes].reshape(num_blocks, layout.block_bytes)
+        """[block, byte], beginning at a multiple of ALIGNMENT."""
 
-    def view(self) -> npt.NDArray[np.generic]:
-        """The same memory as [block, layer, K|V, kv head, slot, head_dim] of the layout's dtype; writes go through."""
+    def keys(self) -> npt.NDArray[Any]:
+        """The keys as [block, layer, kv head, head_dim, slot] of the layout's storage type; writes go through."""
         layout = self.layout
-        shape = (
-            self.num_blocks,
-            layout.num_layers,
-            NUM_HALVES,
-            layout.num_kv_heads,
-            layout.block_size,
-            layout.head_dim,
-        )
-        return self.data.view(np.dtype(layout.dtype)).reshape(shape)
+        shape = (self.num_blocks, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size)
+        return self._halves()[:, :, 0].reshape(shape)
+
+    def values(self) -> npt.NDArray[Any]:
+        """The values as [block, layer, kv head, slot, head_dim] of the layout's storage type; writes go through."""
+        layout = self.layout
+        shape = (self.num_blocks, layout.num_layers, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        return self._halves()[:, :, 1].reshape(shape)
 
     def read(self, block_ids: Sequence[BlockId], *, layer_start: int, layer_end: int, num_tokens: int) -> bytes:
         """Layers [layer_start, layer_end) of each block in order, `num_tokens` valid positions in all.
@@ -47,8 +54,10 @@ class KvMemory:
         picked = self._by_layer()[np.array(block_ids, dtype=np.int64), layer_start:layer_end]
         num_in_last = num_tokens - (len(block_ids) - 1) * layout.block_size
         if block_ids and num_in_last < layout.block_size:
-            last = picked[-1].reshape(layer_end - layer_start, NUM_HALVES * layout.num_kv_heads, layout.block_size, -1)
-            last[:, :, num_in_last:] = 0
+            halves = picked[-1].view(layout.storage_dtype).reshape(layer_end - layer_start, NUM_HALVES, -1)
+            halves[:, 0].reshape(layer_end - layer_start, -1, layout.block_size)[:, :, num_in_last:] = 0
+            values = halves[:, 1].reshape(layer_end - layer_start, layout.num_kv_heads, layout.block_size, -1)
+            values[:, :, num_in_last:] = 0
         return picked.tobytes()
 
     def write(
@@ -64,6 +73,11 @@ class KvMemory:
             len(block_ids), layer_end - layer_start, layout.layer_block_bytes
         )
         self._by_layer()[np.array(block_ids, dtype=np.int64), layer_start:layer_end] = rows
+
+    def _halves(self) -> npt.NDArray[Any]:
+        """[block, layer, K|V, number]."""
+        layout = self.layout
+        return self.data.view(layout.storage_dtype).reshape(self.num_blocks, layout.num_layers, NUM_HALVES, -1)
 
     def _by_layer(self) -> npt.NDArray[np.uint8]:
         return self.data.reshape(self.num_blocks, self.layout.num_layers, self.layout.layer_block_bytes)

@@ -100,7 +100,7 @@ class LlamaModel:
         if max(segment.end for segment in segments) > config.window:
             raise ValueError(f"a sequence is longer than the window of {config.window} tokens")
         plan = plan_pages(memory.layout, segments, memory.num_blocks)
-        cache = as_tensor(memory.data).view(torch.float32).view(-1, config.head_dim)
+        all_keys, all_values = as_tensor(memory.keys()), as_tensor(memory.values())
         positions = as_tensor(np.concatenate([np.arange(each.start, each.end) for each in segments]))
         cosines, sines = self._cosines[positions].unsqueeze(1), self._sines[positions].unsqueeze(1)
         masks = [_causal_mask(segment) for segment in segments]
@@ -109,7 +109,7 @@ class LlamaModel:
         for number, layer in enumerate(self._layers):
             normed = functional.rms_norm(rows, (config.hidden_size,), layer.attention_norm, config.rms_norm_eps)
             heads = layer.qkv(normed).view(len(ids), -1, config.head_dim)
-            mixed = self._attention(heads, cosines, sines, cache[number * plan.layer_stride :], plan, masks)
+            mixed = self._attention(heads, cosines, sines, all_keys[:, number], all_values[:, number], plan, masks)
             rows = rows + layer.output(mixed)
             normed = functional.rms_norm(rows, (config.hidden_size,), layer.mlp_norm, config.rms_norm_eps)
             gate, up = layer.gate_up(normed).chunk(2, dim=-1)
@@ -127,24 +127,29 @@ class LlamaModel:
         heads: torch.Tensor,
         cosines: torch.Tensor,
         sines: torch.Tensor,
-        cache: torch.Tensor,
+        all_keys: torch.Tensor,
+        all_values: torch.Tensor,
         plan: PagePlan,
         masks: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
-        """Heads [rows, q, k and v heads, head_dim] of a layer, whose cache starts at `cache`; returns [rows, mixed]."""
+        """Heads [rows, q, k and v heads, head_dim] of a layer, in whose cache it writes; returns [rows, mixed].
+
+        The layer's cache: `all_keys` [block, kv head, head_dim, slot], `all_values` [block, kv head, slot, head_dim].
+        """
         num_heads, num_kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         heads[:, : num_heads + num_kv_heads] = rotate(heads[:, : num_heads + num_kv_heads], cosines, sines)
-        cache.index_copy_(0, plan.written, heads[:, num_heads:].reshape(-1, head_dim))
-        held = cache.index_select(0, plan.read)
+        written_keys, written_values = heads[:, num_heads:].chunk(2, dim=1)
+        all_keys[plan.written_blocks, :, :, plan.written_slots] = written_keys
+        all_values[plan.written_blocks, :, plan.written_slots] = written_values
         mixed: list[torch.Tensor] = []
-        row = place = 0
-        for length, mask in zip(plan.lengths, masks, strict=True):
+        row = 0
+        for table, length, mask in zip(plan.tables, plan.lengths, masks, strict=True):
             num_rows = 1 if mask is None else mask.shape[0]
-            keys, values = held[place : place + 2 * num_kv_heads * length].view(2, num_kv_heads, length, head_dim)
+            keys = all_keys[table].permute(1, 0, 3, 2).reshape(num_kv_heads, -1, head_dim)[:, :length]
+            values = all_values[table].permute(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)[:, :length]
             queries = heads[row : row + num_rows, :num_heads]
             mixed.append(attend(queries, keys, values, mask, head_dim**-0.5))
             row += num_rows
-            place += 2 * num_kv_heads * length
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 

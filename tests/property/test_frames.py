@@ -85,7 +85,8 @@ class _Transfer:
         to_blocks = list(self.target_table.blocks_of(0, self.num_tokens))
         wanted.data[to_blocks] = self.source.data[list(self.source_table.blocks_of(0, self.num_tokens))]
         in_last = self.num_tokens - (len(to_blocks) - 1) * self.layout.block_size
-        wanted.view()[to_blocks[-1], :, :, :, in_last:] = 0
+        wanted.keys()[to_blocks[-1], :, :, :, in_last:] = 0
+        wanted.values()[to_blocks[-1], :, :, in_last:] = 0
         return wanted.data
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from shared.kv.layout import KvLayout
@@ -22,6 +23,18 @@ def test_num_blocks_for_rounds_up(num_tokens: int, expected: int) -> None:
     assert expected == LAYOUT.num_blocks_for(num_tokens)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "storage", "itemsize"),
+    [("float32", np.float32, 4), ("float16", np.float16, 2), ("bfloat16", np.uint16, 2), ("uint64", np.uint64, 8)],
+)
+def test_storage_follows_from_the_dtype(dtype: str, storage: type, itemsize: int) -> None:
+    """Numbers that numpy does not know are kept as the bits that they are."""
+    layout = dataclasses.replace(LAYOUT, dtype=dtype)
+
+    assert (np.dtype(storage), itemsize) == (layout.storage_dtype, layout.itemsize)
+    assert 3 * 2 * 2 * 8 * itemsize == layout.token_bytes
+
+
 def test_fingerprint_tells_every_field_apart() -> None:
     """Equal layouts have equal fingerprints, and a change of any one field changes it."""
     others = [
@@ -29,12 +42,14 @@ def test_fingerprint_tells_every_field_apart() -> None:
         dataclasses.replace(LAYOUT, num_kv_heads=3),
         dataclasses.replace(LAYOUT, head_dim=4),
         dataclasses.replace(LAYOUT, dtype="int32"),
+        dataclasses.replace(LAYOUT, dtype="bfloat16"),
+        dataclasses.replace(LAYOUT, dtype="uint16"),
         dataclasses.replace(LAYOUT, block_size=8),
         dataclasses.replace(LAYOUT, numerics=b"m"),
     ]
 
     assert LAYOUT.fingerprint == dataclasses.replace(LAYOUT).fingerprint
-    assert 7 == len({LAYOUT.fingerprint, *(other.fingerprint for other in others)})
+    assert 9 == len({LAYOUT.fingerprint, *(other.fingerprint for other in others)})
 
 
 @pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "block_size"])
@@ -46,7 +61,8 @@ def test_a_size_of_zero_is_refused(field: str) -> None:
         KvLayout(dtype="float32", numerics=b"", **fields)
 
 
-def test_an_unknown_dtype_is_refused() -> None:
-    """The dtype must be a numpy name."""
-    with pytest.raises(ValueError, match="float33"):
-        dataclasses.replace(LAYOUT, dtype="float33")
+@pytest.mark.parametrize("dtype", ["float33", "object", "V0"])
+def test_an_unknown_dtype_is_refused(dtype: str) -> None:
+    """The dtype must be a numpy name of numbers with bytes, or bfloat16."""
+    with pytest.raises(ValueError, match=dtype):
+        dataclasses.replace(LAYOUT, dtype=dtype)

@@ -1,11 +1,13 @@
 """Tests of `shared.kv.memory`."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from shared.domain.ids import BlockId
 from shared.kv.layout import KvLayout
-from shared.kv.memory import KvMemory
+from shared.kv.memory import ALIGNMENT, KvMemory
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=3, dtype="float32", block_size=4, numerics=b"")
 BLOCKS = (BlockId(4), BlockId(1))
@@ -13,8 +15,8 @@ BLOCKS = (BlockId(4), BlockId(1))
 
 def _filled() -> KvMemory:
     memory = KvMemory(LAYOUT, 5)
-    view = memory.view()
-    view[...] = np.arange(1, view.size + 1, dtype=np.float32).reshape(view.shape)
+    numbers = memory.data.view(np.float32)
+    numbers[...] = np.arange(1, numbers.size + 1, dtype=np.float32).reshape(numbers.shape)
     return memory
 
 
@@ -26,13 +28,25 @@ def test_memory_starts_as_zeros() -> None:
     assert not memory.data.any()
 
 
-def test_view_has_the_layouts_axes() -> None:
-    """[block, layer, K|V, kv head, slot, head_dim], over the same bytes."""
-    memory = KvMemory(LAYOUT, 5)
-    memory.view()[4, 1, 1, 1, 3, 2] = np.float32(7.0)
+@pytest.mark.parametrize("num_blocks", [1, 5, 333])
+def test_memory_begins_at_a_vectors_border(num_blocks: int) -> None:
+    """So that a kernel's whole vectors do not straddle cache lines when a block is a multiple of one."""
+    assert 0 == KvMemory(LAYOUT, num_blocks).data.ctypes.data % ALIGNMENT
 
-    assert (5, 2, 2, 2, 4, 3) == memory.view().shape
-    assert np.float32(7.0).tobytes() == memory.data[4, -4:].tobytes()
+
+def test_keys_and_values_lie_where_the_layout_says() -> None:
+    """[block, layer, kv head, head_dim, slot] and [block, layer, kv head, slot, head_dim], over the same bytes."""
+    memory = KvMemory(LAYOUT, 5)
+    memory.keys()[4, 1, 1, 0, 3] = np.float32(5.0)
+    memory.values()[4, 1, 1, 3, 2] = np.float32(7.0)
+    half = 2 * 3 * 4  # numbers
+    expected = np.zeros(2 * 2 * half, dtype=np.float32)
+    expected[2 * half + 1 * 3 * 4 + 0 * 4 + 3] = 5.0
+    expected[3 * half + 1 * 4 * 3 + 3 * 3 + 2] = 7.0
+
+    assert ((5, 2, 2, 3, 4), (5, 2, 2, 4, 3)) == (memory.keys().shape, memory.values().shape)
+    assert np.array_equal(expected, memory.data[4].view(np.float32))
+    assert not memory.data[:4].any()
 
 
 def test_what_is_read_can_be_written_elsewhere() -> None:
@@ -48,17 +62,22 @@ def test_what_is_read_can_be_written_elsewhere() -> None:
     assert not target.data[[1, 2, 4]].any()
 
 
-def test_slots_beyond_the_last_token_come_out_as_zeros() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint64"])
+def test_slots_beyond_the_last_token_come_out_as_zeros(dtype: str) -> None:
     """5 tokens in two blocks of 4: one valid slot in the second, in every layer, half and head; the source keeps its own."""
-    source, target = _filled(), KvMemory(LAYOUT, 5)
+    layout = dataclasses.replace(LAYOUT, dtype=dtype)
+    source, target = KvMemory(layout, 5), KvMemory(layout, 5)
+    source.data[:] = np.arange(source.data.size).reshape(source.data.shape) % 255 + 1
     before = source.data.copy()
 
     payload = source.read(BLOCKS, layer_start=0, layer_end=2, num_tokens=5)
     target.write(BLOCKS, layer_start=0, layer_end=2, payload=payload)
 
-    assert np.array_equal(source.view()[4], target.view()[4])
-    assert np.array_equal(source.view()[1, :, :, :, :1], target.view()[1, :, :, :, :1])
-    assert not target.view()[1, :, :, :, 1:].any()
+    assert np.array_equal(source.data[4], target.data[4])
+    assert source.keys()[1, ..., :1].tobytes() == target.keys()[1, ..., :1].tobytes()
+    assert source.values()[1, :, :, :1].tobytes() == target.values()[1, :, :, :1].tobytes()
+    assert not target.keys()[1, ..., 1:].any()
+    assert not target.values()[1, :, :, 1:].any()
     assert np.array_equal(before, source.data)
 
 
