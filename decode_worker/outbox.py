@@ -6,10 +6,13 @@ that it sends next and reads from there, so a token is never held twice.
 
 from dataclasses import dataclass
 
-from shared.domain.ids import TokenId
 from shared.domain.request import FinishReason
+from shared.engine.executor import SampledToken
 
-TOKEN_BYTES = 4  # what one id takes on the wire at most, so that a bound in bytes is a bound in tokens
+# What one token takes on the wire at most, so that a bound in bytes is a bound in tokens: an id; with log probabilities
+# a float more, and a float and an id for each alternative.
+TOKEN_BYTES = 4
+LOGPROB_BYTES = 4
 AHEAD_WITH_STOP_STRINGS = 4  # tokens beyond a stop string are wasted, so few are computed before the gateway has looked
 
 
@@ -21,21 +24,27 @@ class OutboxEnd:
     reason: FinishReason
 
 
-def outbox_capacity(*, max_tokens: int, max_bytes: int, has_stop_strings: bool) -> int:
-    """How many tokens may be unacknowledged; at least 1."""
-    capacity = max(1, min(max_tokens, max_bytes // TOKEN_BYTES))
+def outbox_capacity(*, max_tokens: int, max_bytes: int, has_stop_strings: bool, top_logprobs: int | None = None) -> int:
+    """How many tokens may be unacknowledged; at least 1. `top_logprobs` as in SamplingParams."""
+    token_bytes = TOKEN_BYTES
+    if top_logprobs is not None:
+        token_bytes += LOGPROB_BYTES + top_logprobs * (TOKEN_BYTES + LOGPROB_BYTES)
+    capacity = max(1, min(max_tokens, max_bytes // token_bytes))
     return min(capacity, AHEAD_WITH_STOP_STRINGS) if has_stop_strings else capacity
 
 
 class Outbox:
-    """Holds tokens `acked_upto + 1 .. last_index`, at most `capacity` of them."""
+    """Holds tokens `acked_upto + 1 .. last_index`, at most `capacity` of them.
 
-    def __init__(self, *, capacity: int) -> None:
+    The reader of a continued answer has `num_delivered` tokens already.
+    """
+
+    def __init__(self, *, capacity: int, num_delivered: int = 0) -> None:
         if capacity < 1:
             raise ValueError("capacity must be at least 1")
         self._capacity = capacity
-        self._tokens: list[TokenId] = []
-        self._acked_upto = 0
+        self._tokens: list[SampledToken] = []
+        self._acked_upto = num_delivered
         self._end: OutboxEnd | None = None
 
     def __len__(self) -> int:
@@ -69,7 +78,7 @@ class Outbox:
         """The answer has ended and everything of it is acknowledged."""
         return self._end is not None and not self._tokens
 
-    def append(self, index: int, token_id: TokenId) -> None:
+    def append(self, index: int, token: SampledToken) -> None:
         """Raises ValueError when the index is not the next one, the outbox is full, or the answer has ended."""
         if self._end is not None:
             raise ValueError(f"token {index} after the end at {self._end.index}")
@@ -77,7 +86,7 @@ class Outbox:
             raise ValueError(f"token {index} after {self.last_index}")
         if len(self._tokens) >= self._capacity:
             raise ValueError(f"token {index} is beyond the credit")
-        self._tokens.append(token_id)
+        self._tokens.append(token)
 
     def close(self, reason: FinishReason) -> None:
         """The newest token was the last. Raises ValueError when there is none, or a second time."""
@@ -85,7 +94,7 @@ class Outbox:
             raise ValueError("an answer ends once, after a token")
         self._end = OutboxEnd(index=self.last_index, reason=reason)
 
-    def read(self, from_index: int) -> tuple[TokenId, ...]:
+    def read(self, from_index: int) -> tuple[SampledToken, ...]:
         """The tokens held from `from_index` on; none where it lies beyond the newest.
 
         Raises ValueError where it asks for tokens that have left.

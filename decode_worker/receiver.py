@@ -15,9 +15,10 @@ from decode_worker.sequence import HeldSequence, Stage
 from decode_worker.service import DecodeService
 from shared.aio.scope import stop_when
 from shared.codec.kv import frame_header_from_wire, held_to_wire, reject_to_wire
-from shared.codec.request import key_from_wire
+from shared.codec.request import key_from_wire, logprobs_from_wire
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Incarnation, TokenId, TransferId
+from shared.engine.executor import SampledToken
 from shared.kv.frames import AlreadyHeld, Reject, RejectCode, WriteBlocks
 from shared.kv.memory import KvMemory
 from shared.obs.metrics import Metrics
@@ -67,7 +68,9 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         )
         if isinstance(row, HeldSequence):
             row.sender = sender
-            code = self._service.take_first_token(row, TokenId(request.token_id), request.cached_tokens)
+            logprobs = logprobs_from_wire(request.logprobs) if request.HasField("logprobs") else None
+            token = SampledToken(token_id=TokenId(request.token_id), logprobs=logprobs)
+            code = self._service.take_first_token(row, token, request.cached_tokens)
         else:
             code = row.code
         return kv_pb2.FirstTokenReply(rejected=reject_to_wire(code))

@@ -10,7 +10,7 @@ from decode_worker.reservations import Reservation
 from shared.domain.errors import ServingError
 from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId, TransferId
 from shared.domain.request import FinishReason, RequestSpec, SequenceState
-from shared.engine.executor import finish_reason
+from shared.engine.executor import SampledToken, finish_reason
 from shared.kv.block_table import BlockTable
 from shared.kv.frames import FrameReceiver, RejectCode
 from shared.kv.layout import KvLayout
@@ -76,7 +76,7 @@ class HeldSequence:
     is_in_engine: bool = False
     granted_upto: int = 0
     sender: Incarnation | None = None  # the first that opened the transfer or brought token 1
-    first_token: TokenId | None = None
+    first_token: SampledToken | None = None
     cached_tokens: int = 0
     num_computed: int = 0
     kv_bytes: int = 0
@@ -104,18 +104,18 @@ class HeldSequence:
         """Tokens, or the word that it ended, which no gateway has acknowledged."""
         return not self.outbox.is_done
 
-    def take(self, index: int, token_id: TokenId, finish: FinishReason | None) -> None:
+    def take(self, index: int, token: SampledToken, finish: FinishReason | None) -> None:
         """Put a token into the outbox; with a `finish` it is the last. Raises ValueError where it is not the next."""
-        self.outbox.append(index, token_id)
+        self.outbox.append(index, token)
         if finish is not None:
             self.outbox.close(finish)
 
-    def take_first(self, token_id: TokenId, cached_tokens: int, eos_ids: frozenset[TokenId]) -> FinishReason | None:
+    def take_first(self, token: SampledToken, cached_tokens: int, eos_ids: frozenset[TokenId]) -> FinishReason | None:
         """Token 1, from prefill. Returns the reason where the answer ends with it."""
-        finish = finish_reason(self.spec, index=1, token_id=token_id, eos_ids=eos_ids)
-        self.first_token = token_id
+        finish = finish_reason(self.spec, index=1, token_id=token.token_id, eos_ids=eos_ids)
+        self.first_token = token
         self.cached_tokens = cached_tokens
-        self.take(1, token_id, finish)
+        self.take(1, token, finish)
         return finish
 
     def phases_ms(self) -> dict[str, int]:

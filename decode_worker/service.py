@@ -20,6 +20,7 @@ from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId, TransferI
 from shared.domain.request import FinishReason, SequenceState
 from shared.domain.worker import KvTarget
 from shared.engine.decode_runner import DecodeCommand, DecodeSequence, DecodeStep, Grant, Join, Leave
+from shared.engine.executor import SampledToken
 from shared.kv.block_pool import BlockPool
 from shared.kv.frames import RejectCode
 from shared.kv.layout import KvLayout
@@ -183,7 +184,10 @@ class DecodeService:
             )
             return
         capacity = outbox_capacity(
-            max_tokens=self._outbox_tokens, max_bytes=self._outbox_bytes, has_stop_strings=spec.has_stop_strings
+            max_tokens=self._outbox_tokens,
+            max_bytes=self._outbox_bytes,
+            has_stop_strings=spec.has_stop_strings,
+            top_logprobs=spec.sampling.top_logprobs,
         )
         self._rows[key] = hold(
             spec,
@@ -236,7 +240,7 @@ class DecodeService:
         """The sender lives and holds the job."""
         self._reservations.sign(row.key, self._clock.monotonic())
 
-    def take_first_token(self, row: HeldSequence, token_id: TokenId, cached_tokens: int) -> RejectCode | None:
+    def take_first_token(self, row: HeldSequence, token: SampledToken, cached_tokens: int) -> RejectCode | None:
         """Token 1 goes to the reader at once; a repeat is accepted and changes nothing."""
         if row.first_token is not None:
             return None
@@ -244,7 +248,7 @@ class DecodeService:
             return row.reject_code
         self.sign(row)
         row.moments.first_token_at = self._clock.monotonic()
-        finish = row.take_first(token_id, cached_tokens, self._eos_ids)
+        finish = row.take_first(token, cached_tokens, self._eos_ids)
         self._touch(row)
         if finish is not None:
             self._end(row)
@@ -281,8 +285,7 @@ class DecodeService:
                     key=row.key,
                     spec=row.spec,
                     block_table=row.block_table,
-                    next_input_token=first_token,
-                    next_index=2,
+                    outputs=(first_token.token_id,),
                     may_compute_upto=row.granted_upto,
                 )
             )
@@ -308,7 +311,7 @@ class DecodeService:
             if row.stage is Stage.ENDED:  # made while its Leave was on the way
                 self._settle(row)
                 continue
-            row.take(token.index, token.token_id, token.finish)
+            row.take(token.index, token.sampled, token.finish)
             self._touch(row)
             if token.finish is not None:
                 self._end(row)
@@ -368,7 +371,7 @@ class DecodeService:
         # The engine hears of room in quarters of the outbox: a command a token would be as many as the tokens.
         if row.is_in_engine and upto - row.granted_upto >= max(1, row.outbox.capacity // 4):
             row.granted_upto = upto
-            self._engine.submit(Grant(key=key, upto_index=upto))
+            self._engine.submit(Grant(key=key, upto_index=upto, block_table=row.block_table))
 
     def finish(self, key: RequestKey, index: int, reason: FinishReason, reader: TokenReader) -> None:
         """The gateway has the whole answer; a repeat changes nothing. Raises ServingError for an impossible one."""

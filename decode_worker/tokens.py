@@ -13,7 +13,13 @@ from decode_worker.sequence import HeldSequence
 from decode_worker.service import DecodeService
 from shared.aio.scope import spawn
 from shared.codec.errors import error_to_detail
-from shared.codec.request import finish_reason_from_wire, finish_reason_to_wire, key_from_wire, key_to_wire
+from shared.codec.request import (
+    finish_reason_from_wire,
+    finish_reason_to_wire,
+    key_from_wire,
+    key_to_wire,
+    logprobs_to_wire,
+)
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestKey
 from shared.wire import common_pb2, decode_pb2, decode_pb2_grpc
@@ -56,18 +62,19 @@ class TokenStream:
             return None
         outbox = sequence.outbox
         first_index = max(sequence.next_unsent, outbox.acked_upto + 1)  # a Finish has taken the rest
-        ids = outbox.read(first_index)
+        tokens = outbox.read(first_index)
         end = None if sequence.is_end_sent else outbox.end
-        if not ids and end is None:
+        if not tokens and end is None:
             return None
-        sequence.next_unsent = first_index + len(ids)
+        sequence.next_unsent = first_index + len(tokens)
         sequence.is_end_sent = outbox.end is not None
         return decode_pb2.SequenceTokens(
             key=key_to_wire(sequence.key),
             first_index=first_index,
-            ids=ids,
+            ids=[token.token_id for token in tokens],
             end=decode_pb2.End(index=end.index, reason=finish_reason_to_wire(end.reason)) if end else None,
             cached_tokens=sequence.cached_tokens if first_index == 1 else 0,
+            logprobs=[logprobs_to_wire(token.logprobs) for token in tokens if token.logprobs is not None],
         )
 
 

@@ -4,9 +4,10 @@ import asyncio
 from dataclasses import dataclass, field
 
 from shared.domain.errors import ServingError
-from shared.domain.ids import BlockId, Epoch, RequestKey, TokenId
+from shared.domain.ids import BlockId, Epoch, RequestKey
 from shared.domain.request import RequestSpec, SequenceState
 from shared.domain.worker import KvTarget
+from shared.engine.executor import SampledToken
 from shared.kv.block_table import BlockTable
 
 
@@ -29,11 +30,12 @@ class PrefillJob:
     epoch: Epoch  # of the command: what the events of this attempt answer
     target: KvTarget
     moments: Moments
+    num_delivered: int = 0  # output tokens that the client has already: above 0 none is sampled here
     blocks: tuple[BlockId, ...] = ()  # none while it waits for them, and none after the end
     block_table: BlockTable | None = None
     is_in_engine: bool = False
     computed_upto: int = 0
-    first_token: TokenId | None = None
+    first_token: SampledToken | None = None
     num_reads: int = 0  # of its blocks, by the copy thread, that have not returned
     sent_bytes: int = 0
     is_over: bool = False
@@ -42,12 +44,12 @@ class PrefillJob:
     release_epoch: Epoch | None = None  # of the Abort or Release that waits for its answer
     blocks_freed: int = 0
     progressed: asyncio.Event = field(default_factory=asyncio.Event)  # there may be more to send
-    computed: asyncio.Event = field(default_factory=asyncio.Event)  # token 1 is there
+    computed: asyncio.Event = field(default_factory=asyncio.Event)  # the prompt, and token 1 where it is wanted
     stopped: asyncio.Event = field(default_factory=asyncio.Event)  # nothing is sent any more
 
     @property
     def is_computed(self) -> bool:
-        return self.first_token is not None
+        return self.computed.is_set()
 
     @property
     def is_settled(self) -> bool:

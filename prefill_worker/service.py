@@ -148,6 +148,7 @@ class PrefillService:
             epoch=epoch,
             target=target_from_wire(prefill.target),
             moments=Moments(received_at=now),
+            num_delivered=prefill.num_delivered,
         )
         self._jobs[key] = job
         self._waiting.append(job)
@@ -185,7 +186,9 @@ class PrefillService:
         job.block_table = block_table
         job.is_in_engine = True
         job.moments.started_at = self._clock.monotonic()
-        self._engine.submit(AddPrompt(key=job.key, spec=job.spec, block_table=block_table))
+        self._engine.submit(
+            AddPrompt(key=job.key, spec=job.spec, block_table=block_table, wants_token=job.num_delivered == 0)
+        )
         self._log.debug("prefill started", key=str(job.key), blocks=len(job.blocks))
 
     def _let_go(self, key: RequestKey, epoch: Epoch) -> None:
@@ -227,7 +230,7 @@ class PrefillService:
                 self._settle(job)
 
     def _computed(self, job: PrefillJob, step: PrefillStep) -> None:
-        job.first_token = step.first_tokens[job.key]
+        job.first_token = None if job.num_delivered else step.first_tokens[job.key]
         job.computed.set()
         job.moments.computed_at = self._clock.monotonic()
         if job.is_over:  # its DropPrompt was on the way

@@ -1,4 +1,8 @@
-"""Iteration-level batching: every sequence that may go on gives one row to every step. For a decode worker's thread."""
+"""Iteration-level batching: every sequence that may go on gives one row to every step. For a decode worker's thread.
+
+A sequence that was continued elsewhere before (failover, preemption) is replayed: its output tokens are fed again
+through the same kernels, some a step beside the rows of the others, and then it goes on as if it had never been away.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,24 +10,27 @@ from typing import assert_never
 
 from shared.domain.ids import RequestKey, TokenId
 from shared.domain.request import FinishReason, RequestSpec
-from shared.engine.executor import DecodeRow, Executor, SequenceFault, finish_reason
+from shared.engine.executor import DecodeRow, Executor, SampledToken, SequenceFault, finish_reason
 from shared.engine.step_guard import StepGuard
 from shared.kv.block_table import BlockTable
+
+# Replayed tokens a step, all sequences together. A step over 16 rows of the default model grows by less than its own
+# length, so the others see a pause below two steps; an answer of 1,000 tokens is back after 32 steps.
+MAX_REPLAY_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSequence:
-    """A sequence whose KV is whole for the prompt and for the output tokens before `next_input_token`.
+    """A sequence whose KV is whole for the prompt.
 
-    After a hand-over: `next_input_token` is token 1, `next_index` 2. Token i is computed only while i <=
-    `may_compute_upto`.
+    `outputs` are its output tokens so far, at least one: token 1 after a hand-over, all that the client has in a
+    continued answer. Token i is computed only while i <= `may_compute_upto`, and fed only where `block_table` has room.
     """
 
     key: RequestKey
     spec: RequestSpec
     block_table: BlockTable
-    next_input_token: TokenId
-    next_index: int
+    outputs: tuple[TokenId, ...]
     may_compute_upto: int
 
 
@@ -43,10 +50,14 @@ class Leave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """Raise `may_compute_upto`; a lower value than before, or an unknown key, changes nothing."""
+    """Room to go on: credit in tokens, and the block table, which only grows.
+
+    A lower credit or shorter table than before, or an unknown key, changes nothing.
+    """
 
     key: RequestKey
     upto_index: int
+    block_table: BlockTable
 
 
 DecodeCommand = Join | Leave | Grant
@@ -58,7 +69,7 @@ class NewToken:
 
     key: RequestKey
     index: int
-    token_id: TokenId
+    sampled: SampledToken
     finish: FinishReason | None
 
 
@@ -76,6 +87,8 @@ class DecodeStep:
     left: tuple[RequestKey, ...]
     """One entry for every Leave."""
     num_sequences: int
+    num_replayed: int = 0
+    """Output tokens fed again, of continued answers."""
 
 
 @dataclass(slots=True)
@@ -83,13 +96,29 @@ class _Running:
     key: RequestKey
     spec: RequestSpec
     block_table: BlockTable
-    input_token: TokenId
-    next_index: int
+    outputs: list[TokenId]
     may_compute_upto: int
+    num_fed: int = 0  # of `outputs`: their KV is there
 
     @property
-    def can_run(self) -> bool:
-        return self.next_index <= self.may_compute_upto
+    def num_feedable(self) -> int:
+        """How many output tokens the next step could feed: those that are not, as far as blocks and credit reach."""
+        num_positions = self.block_table.capacity_tokens - self.spec.num_prompt_tokens
+        # The last output token is fed only to get the next one.
+        num_wanted = len(self.outputs) if len(self.outputs) < self.may_compute_upto else len(self.outputs) - 1
+        return min(num_positions, num_wanted) - self.num_fed
+
+    def row(self, num_tokens: int) -> DecodeRow:
+        end = self.num_fed + num_tokens
+        return DecodeRow(
+            key=self.key,
+            spec=self.spec,
+            block_table=self.block_table,
+            input_tokens=tuple(self.outputs[self.num_fed : end]),
+            index=end + 1,
+            outputs=self.outputs,
+            wants_token=end == len(self.outputs),
+        )
 
 
 @dataclass(slots=True)
@@ -116,7 +145,7 @@ class DecodeRunner:
 
     @property
     def has_work(self) -> bool:
-        return any(sequence.can_run for sequence in self._running.values())
+        return any(sequence.num_feedable > 0 for sequence in self._running.values())
 
     def apply(self, command: DecodeCommand) -> None:
         match command:
@@ -126,10 +155,11 @@ class DecodeRunner:
                 if key in self._running:
                     self._remove(key)
                 self._notes.left.append(key)
-            case Grant(key=key, upto_index=upto_index):
+            case Grant(key=key, upto_index=upto_index, block_table=block_table):
                 running = self._running.get(key)
                 if running is not None:
                     running.may_compute_upto = max(running.may_compute_upto, upto_index)
+                    running.block_table = max(running.block_table, block_table, key=len)
             case _:
                 assert_never(command)
 
@@ -142,41 +172,50 @@ class DecodeRunner:
         )
 
     def step(self) -> DecodeStep | None:
-        members = [sequence for sequence in self._running.values() if sequence.can_run]
-        if not members:
+        rows = self._next_rows()
+        if not rows:
             return None
-        rows = [
-            DecodeRow(
-                key=member.key,
-                spec=member.spec,
-                block_table=member.block_table,
-                input_token=member.input_token,
-                index=member.next_index,
-            )
-            for member in members
-        ]
         results = self._guard.run(lambda: self._executor.decode(rows), len(rows))
         tokens: list[NewToken] = []
         faults: dict[RequestKey, SequenceFault] = {}
-        for member, result in zip(members, results, strict=True):
+        for row, result in zip(rows, results, strict=True):
+            member = self._running[row.key]
             if isinstance(result, SequenceFault):
-                faults[member.key] = result
-                self._remove(member.key)
+                faults[row.key] = result
+                self._remove(row.key)
                 continue
-            index = member.next_index
-            finish = finish_reason(member.spec, index=index, token_id=result, eos_ids=self._executor.eos_ids)
-            tokens.append(NewToken(key=member.key, index=index, token_id=result, finish=finish))
+            member.num_fed = row.index - 1
+            if (result is not None) != row.wants_token:
+                raise RuntimeError("a row gave a token that it did not want, or none that it did")
+            if result is None:
+                continue
+            token_id = result.token_id
+            finish = finish_reason(row.spec, index=row.index, token_id=token_id, eos_ids=self._executor.eos_ids)
+            tokens.append(NewToken(key=row.key, index=row.index, sampled=result, finish=finish))
+            member.outputs.append(token_id)
             if finish is not None:
-                self._remove(member.key)
-            member.input_token = result
-            member.next_index = index + 1
+                self._remove(row.key)
         return DecodeStep(
             joined=(),
             tokens=tuple(tokens),
             faults=faults,
             left=(),
             num_sequences=len(rows),
+            num_replayed=sum(len(row.input_tokens) - row.wants_token for row in rows),
         )
+
+    def _next_rows(self) -> list[DecodeRow]:
+        """One a sequence that can go on. Replays share MAX_REPLAY_TOKENS, in order of joining."""
+        rows: list[DecodeRow] = []
+        replay_left = MAX_REPLAY_TOKENS
+        for sequence in self._running.values():
+            num_tokens = sequence.num_feedable
+            if sequence.num_fed < len(sequence.outputs) - 1:
+                num_tokens = min(num_tokens, replay_left)
+                replay_left -= num_tokens
+            if num_tokens > 0:
+                rows.append(sequence.row(num_tokens))
+        return rows
 
     def interrupt(self) -> None:
         self._executor.interrupt()
@@ -194,8 +233,7 @@ class DecodeRunner:
             key=sequence.key,
             spec=sequence.spec,
             block_table=sequence.block_table,
-            input_token=sequence.next_input_token,
-            next_index=sequence.next_index,
+            outputs=list(sequence.outputs),
             may_compute_upto=sequence.may_compute_upto,
         )
         self._notes.joined.append(sequence.key)

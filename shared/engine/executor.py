@@ -56,7 +56,7 @@ class DecodeRow:
     input_tokens: tuple[TokenId, ...]
     index: int
     outputs: Sequence[TokenId]
-    """Output tokens 1 ... `index - 1`, for penalties; not to be kept."""
+    """Output tokens 1 ... `index - 1` where a token is wanted, for penalties; grows behind your back, don't keep it."""
     wants_token: bool = True
 
     @property

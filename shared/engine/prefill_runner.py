@@ -4,21 +4,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from shared.domain.ids import RequestKey, TokenId
+from shared.domain.ids import RequestKey
 from shared.domain.request import RequestSpec
 from shared.engine.batcher import pack_chunks
-from shared.engine.executor import Executor, PrefillChunk, SequenceFault
+from shared.engine.executor import Executor, PrefillChunk, SampledToken, SequenceFault
 from shared.engine.step_guard import StepGuard
 from shared.kv.block_table import BlockTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddPrompt:
-    """Compute the prompt of `spec` into the blocks of `block_table`; a key that is there already changes nothing."""
+    """Compute the prompt of `spec` into the blocks of `block_table`; a key that is there already changes nothing.
+
+    `wants_token` false: the answer is continued, so output token 1 exists and none is sampled.
+    """
 
     key: RequestKey
     spec: RequestSpec
     block_table: BlockTable
+    wants_token: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +53,8 @@ class PrefillStep:
     """
 
     chunks: tuple[ChunkDone, ...]
-    first_tokens: Mapping[RequestKey, TokenId]
-    """Output token 1 of each prompt whose last chunk is among `chunks`."""
+    first_tokens: Mapping[RequestKey, SampledToken]
+    """Output token 1 of each prompt whose last chunk is among `chunks` and that wants it."""
     faults: Mapping[RequestKey, SequenceFault]
     dropped: tuple[RequestKey, ...]
     num_sequences: int
@@ -145,7 +149,7 @@ class PrefillRunner:
         chunks = [_next_chunk(prompts[place]) for place in picked]
         results = self._guard.run(lambda: self._executor.prefill(chunks), len(chunks))
         done: list[ChunkDone] = []
-        first_tokens: dict[RequestKey, TokenId] = {}
+        first_tokens: dict[RequestKey, SampledToken] = {}
         faults: dict[RequestKey, SequenceFault] = {}
         for chunk, result in zip(chunks, results, strict=True):
             if isinstance(result, SequenceFault):
@@ -155,9 +159,10 @@ class PrefillRunner:
             done.append(ChunkDone(key=chunk.key, start=chunk.start, end=chunk.end, is_last=chunk.is_last))
             self._prompts[chunk.key].num_chunks_done += 1
             if chunk.is_last:
-                if result is None:
-                    raise RuntimeError("the last chunk of a prompt gave no token")
-                first_tokens[chunk.key] = result
+                if (result is not None) != chunk.wants_token:
+                    raise RuntimeError("the last chunk of a prompt gave no token, or one that nobody wants")
+                if result is not None:
+                    first_tokens[chunk.key] = result
                 self._remove(chunk.key)
         return PrefillStep(
             chunks=tuple(done),
@@ -184,4 +189,5 @@ def _next_chunk(prompt: _Prompt) -> PrefillChunk:
         start=prompt.start,
         end=prompt.end,
         is_last=prompt.num_chunks_done == len(prompt.ends) - 1,
+        wants_token=prompt.command.wants_token,
     )

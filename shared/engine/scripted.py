@@ -5,7 +5,7 @@ and the list is exhausted, the answer goes on until max_tokens: the pieces from 
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestKey, TokenId
 from shared.domain.request import RequestSpec
-from shared.engine.executor import DecodeRow, PrefillChunk, SequenceFault
+from shared.engine.executor import DecodeRow, PrefillChunk, SampledToken, SequenceFault
 from shared.engine.kv_digest import digest_words, digests, salt_word
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import KvLayout
@@ -43,13 +43,20 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Context:
-    """A sequence in decode: the tokens whose KV is there, [block, slot], zeros beyond them."""
+    """A sequence in decode: the tokens whose KV is there, [block, slot], zeros beyond them; grows with its blocks."""
 
     script: Script
     tokens: npt.NDArray[np.uint32]
     num_tokens: int
     salt: np.uint64
     next_checked_block: int = 0
+
+    def make_room(self, num_blocks: int) -> None:
+        """Doubles, so that an answer of n blocks is copied as often as log n."""
+        if num_blocks > len(self.tokens):
+            grown = np.zeros((2 * num_blocks, self.tokens.shape[1]), dtype=np.uint32)
+            grown[: len(self.tokens)] = self.tokens
+            self.tokens = grown
 
 
 class ScriptedExecutor:
@@ -94,14 +101,16 @@ class ScriptedExecutor:
             for number in range(1, num_chunks + 1)
         )
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[TokenId | SequenceFault | None]:
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], on_layers: Callable[[int], None] | None = None
+    ) -> list[SampledToken | SequenceFault | None]:
         ends_at = self._clock.monotonic() + max(self._prompts[chunk.key].chunk_s for chunk in chunks)
-        results: list[TokenId | SequenceFault | None] = []
+        results: list[SampledToken | SequenceFault | None] = []
         for chunk in chunks:
             prompt = self._prompts[chunk.key]
             if chunk.end > chunk.start:
                 self._write_prompt(prompt, chunk)
-            results.append(_played(prompt.script, 1) if chunk.is_last else None)
+            results.append(_played(prompt.script, 1) if chunk.is_last and chunk.wants_token else None)
         self._wait_until(ends_at)
         return results
 
@@ -126,12 +135,12 @@ class ScriptedExecutor:
                 raise _corrupt()
         self._contexts[key] = context
 
-    def decode(self, rows: Sequence[DecodeRow]) -> list[TokenId | SequenceFault]:
+    def decode(self, rows: Sequence[DecodeRow]) -> list[SampledToken | SequenceFault | None]:
         contexts = [self._contexts[row.key] for row in rows]
         ends_at = self._clock.monotonic() + max(context.script.step_ms for context in contexts) / 1000
         is_good = self._check(rows, contexts)
         results = [
-            _played(context.script, row.index) if good else _corrupt()
+            _corrupt() if not good else _played(context.script, row.index) if row.wants_token else None
             for row, context, good in zip(rows, contexts, is_good, strict=True)
         ]
         self._write_fed(
@@ -159,17 +168,21 @@ class ScriptedExecutor:
         self._write(chunk.block_table.indices[positions // self.layout.block_size], positions, words)
 
     def _write_fed(self, fed: Sequence[tuple[DecodeRow, _Context]]) -> None:
-        """Append the fed token of each row to its context and its digest to the cache."""
+        """Append the fed tokens of each row to its context and their digests to the cache."""
         if not fed:
             return
         block_size = self.layout.block_size
-        for row, context in fed:
-            context.tokens[row.position // block_size, row.position % block_size] = row.input_token
-            context.num_tokens = row.position + 1
-        positions = np.array([row.position for row, _ in fed], dtype=np.int64)
-        tokens = np.array([row.input_token for row, _ in fed], dtype=np.uint32)
-        salts = np.array([context.salt for _, context in fed], dtype=np.uint64)
-        blocks = np.array([row.block_table.block_ids[row.position // block_size] for row, _ in fed], dtype=np.int64)
+        row_positions = [np.arange(row.position, row.position + len(row.input_tokens)) for row, _ in fed]
+        for (row, context), positions in zip(fed, row_positions, strict=True):
+            context.num_tokens = row.position + len(row.input_tokens)
+            context.make_room(self.layout.num_blocks_for(context.num_tokens))
+            context.tokens[positions // block_size, positions % block_size] = row.input_tokens
+        salts = np.concatenate([np.full(len(row.input_tokens), context.salt) for row, context in fed])
+        blocks = np.concatenate(
+            [row.block_table.indices[at // block_size] for (row, _), at in zip(fed, row_positions, strict=True)]
+        )
+        tokens = np.array([token for row, _ in fed for token in row.input_tokens], dtype=np.uint32)
+        positions = np.concatenate(row_positions)
         self._write(blocks, positions, digests(salts, tokens[:, None], positions[:, None]))
 
     def _write(
@@ -213,10 +226,10 @@ def _blocks_to_check(context: _Context, num_blocks: int) -> npt.NDArray[np.int64
     return np.array([num_blocks - 1, *((start + step) % num_blocks for step in range(NUM_CHECKED_BLOCKS))])
 
 
-def _played(script: Script, index: int) -> TokenId | SequenceFault:
+def _played(script: Script, index: int) -> SampledToken | SequenceFault:
     if script.fail_at == index:
         return SequenceFault(ErrorCode.INTERNAL, "the script asks for a failure at this token")
-    return script.token_id(index)
+    return SampledToken(token_id=script.token_id(index))
 
 
 def _script_of(spec: RequestSpec) -> Script:

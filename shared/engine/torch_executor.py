@@ -70,18 +70,20 @@ class TorchExecutor:
         """Nothing to compare with: the frames' checksums are the proof."""
 
     def decode(self, rows: Sequence[DecodeRow]) -> list[SampledToken | SequenceFault | None]:
-        logits = iter(self._model.forward(
-            self._memory,
-            [
-                Segment(
-                    token_ids=row.input_tokens,
-                    start=row.position,
-                    block_table=row.block_table.indices,
-                    want_logits=row.wants_token,
-                )
-                for row in rows
-            ],
-        ))
+        logits = iter(
+            self._model.forward(
+                self._memory,
+                [
+                    Segment(
+                        token_ids=row.input_tokens,
+                        start=row.position,
+                        block_table=row.block_table.indices,
+                        want_logits=row.wants_token,
+                    )
+                    for row in rows
+                ],
+            )
+        )
         return [_sampled(next(logits), row.spec, row.index) if row.wants_token else None for row in rows]
 
     def release(self, key: RequestKey) -> None:

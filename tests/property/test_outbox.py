@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from decode_worker.outbox import Outbox
 from shared.domain.ids import TokenId
 from shared.domain.request import FinishReason
+from shared.engine.executor import SampledToken
 
 ACTIONS = st.lists(st.sampled_from(["compute", "read", "ack", "reattach"]), max_size=200)
 
@@ -21,11 +22,11 @@ def test_nothing_is_lost_doubled_or_reordered(actions: list[str], capacity: int,
             case "compute":
                 index = outbox.last_index + 1
                 if index <= min(outbox.may_compute_upto, len(answer)):
-                    outbox.append(index, TokenId(answer[index - 1]))
+                    outbox.append(index, SampledToken(token_id=TokenId(answer[index - 1])))
                     if index == len(answer):
                         outbox.close(FinishReason.LENGTH)
             case "read":
-                received += outbox.read(next_unsent)
+                received += (token.token_id for token in outbox.read(next_unsent))
                 next_unsent = outbox.last_index + 1
             case "ack":
                 outbox.ack(len(received))

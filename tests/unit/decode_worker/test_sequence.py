@@ -9,6 +9,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, BlockId, Epoch, Incarnation, RequestId, RequestKey, TokenId, TransferId
 from shared.domain.request import FinishReason, RequestSpec, SequenceState
 from shared.domain.sampling import SamplingParams
+from shared.engine.executor import SampledToken
 from shared.kv.frames import FrameHeader, FrameRange, RejectCode
 from shared.kv.layout import KvLayout
 
@@ -65,8 +66,8 @@ def test_token_1_may_be_the_last(
         sampling=row.spec.sampling,
     )
 
-    assert row.take_first(TokenId(token_id), 2, frozenset({EOS})) is expected
-    assert (row.first_token, row.cached_tokens) == (token_id, 2)
+    assert row.take_first(SampledToken(token_id=TokenId(token_id)), 2, frozenset({EOS})) is expected
+    assert (row.first_token, row.cached_tokens) == (SampledToken(token_id=TokenId(token_id)), 2)
     assert (row.outbox.end is not None) == (expected is not None)
 
 

@@ -12,7 +12,7 @@ from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey
 from shared.domain.request import FinishReason, RequestSpec
 from shared.domain.sampling import SamplingParams
 from shared.engine.decode_runner import DecodeCommand, DecodeStep, Grant, Join, Leave, NewToken
-from shared.engine.executor import SequenceFault
+from shared.engine.executor import SampledToken, SequenceFault
 from shared.kv.block_pool import BlockPool
 from shared.kv.frames import FrameHeader, FrameRange, RejectCode, WriteBlocks
 from shared.kv.layout import KvLayout
@@ -24,6 +24,7 @@ from tests.support.worker_fakes import FakeEngine, FakeEvents
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", block_size=4, numerics=b"n")
 EOS = TokenId(2)
+FIRST = SampledToken(token_id=TokenId(50))
 EPOCH = Epoch(5)
 SENDER = Incarnation(3)
 
@@ -121,7 +122,7 @@ class Table:
         """Bring a reservation into the batch, token 1 being 50."""
         row = self.begin_copy(key)
         self.end_copy(row)
-        assert self.service.take_first_token(row, TokenId(50), 0) is None
+        assert self.service.take_first_token(row, FIRST, 0) is None
         self.step(joined=(key,))
         return row
 
@@ -141,7 +142,7 @@ class Table:
 
 def token(key: RequestKey, index: int, finish: FinishReason | None = None) -> NewToken:
     """Output token `index`."""
-    return NewToken(key=key, index=index, token_id=TokenId(50 + index), finish=finish)
+    return NewToken(key=key, index=index, sampled=SampledToken(token_id=TokenId(50 + index)), finish=finish)
 
 
 @pytest.fixture
@@ -259,7 +260,7 @@ def test_credit_moves_in_quarters_of_the_outbox(table: Table) -> None:
     assert len(table.engine.commands) == 1
     table.service.ack(key, 2, reader)
 
-    assert table.engine.commands[1:] == [Grant(key=key, upto_index=10)]
+    assert table.engine.commands[1:] == [Grant(key=key, upto_index=10, block_table=row.block_table)]
     assert table.service.num_outbox_tokens == 0
 
 
@@ -274,7 +275,7 @@ def test_with_stop_strings_every_acknowledgement_gives_room(table: Table) -> Non
     table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=reader)
     table.service.ack(key, 1, reader)
 
-    assert table.engine.commands[1:] == [Grant(key=key, upto_index=5)]
+    assert table.engine.commands[1:] == [Grant(key=key, upto_index=5, block_table=row.block_table)]
 
 
 def test_tokens_made_while_leaving_are_dropped_and_counted(table: Table) -> None:
@@ -299,7 +300,7 @@ def test_a_commit_that_the_engine_finds_wrong_fails_the_attempt(table: Table) ->
     key = table.reserve()
     row = table.begin_copy(key)
     table.end_copy(row)
-    table.service.take_first_token(row, TokenId(50), 0)
+    table.service.take_first_token(row, FIRST, 0)
     assert table.events.names() == ["reserved"]
     table.step(faults={key: SequenceFault(ErrorCode.KV_CORRUPT, "wrong digest")})
 
@@ -312,7 +313,7 @@ def test_an_end_token_as_token_1_ends_the_answer(table: Table) -> None:
     """No join, no KV: the frames are refused and the blocks free at once."""
     key = table.reserve()
     row = table.row(key)
-    table.service.take_first_token(row, EOS, 3)
+    table.service.take_first_token(row, SampledToken(token_id=EOS), 3)
 
     assert row.closed.is_set()
     assert table.pool.num_free == 16

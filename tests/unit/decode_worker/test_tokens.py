@@ -9,6 +9,7 @@ from decode_worker.tokens import TokenStream
 from shared.domain.ids import Attempt, Epoch, RequestId, RequestKey, TokenId, TransferId
 from shared.domain.request import FinishReason, RequestSpec
 from shared.domain.sampling import SamplingParams
+from shared.engine.executor import SampledToken
 from shared.kv.block_table import BlockTable
 from shared.kv.frames import FrameReceiver
 from shared.wire import decode_pb2
@@ -40,7 +41,7 @@ def sequence(name: str, stream: TokenStream, *ids: int) -> HeldSequence:
 def add(held: HeldSequence, *ids: int) -> None:
     """Tokens come out of a step."""
     for token_id in ids:
-        held.outbox.append(held.outbox.last_index + 1, TokenId(token_id))
+        held.outbox.append(held.outbox.last_index + 1, SampledToken(token_id=TokenId(token_id)))
     assert held.reader is not None
     held.reader.touch(held)
 

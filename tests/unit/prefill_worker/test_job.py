@@ -7,6 +7,7 @@ from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey
 from shared.domain.request import RequestSpec, SequenceState
 from shared.domain.sampling import SamplingParams
 from shared.domain.worker import KvTarget
+from shared.engine.executor import SampledToken
 
 
 @pytest.fixture
@@ -41,7 +42,8 @@ def test_only_whole_blocks_leave_before_the_end(job: PrefillJob, computed_upto: 
 
     assert job.sendable_upto(4) == expected
     if computed_upto == 10:
-        job.first_token = TokenId(5)
+        job.first_token = SampledToken(token_id=TokenId(5))
+        job.computed.set()
         assert job.sendable_upto(4) == 10
 
 

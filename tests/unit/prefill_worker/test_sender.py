@@ -19,6 +19,7 @@ from shared.domain.ids import Attempt, BlockId, Epoch, Incarnation, RequestId, R
 from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
 from shared.domain.worker import KvTarget
+from shared.engine.executor import SampledToken
 from shared.kv.block_table import BlockTable
 from shared.kv.frames import FrameRange, RejectCode
 from shared.kv.layout import KvLayout
@@ -163,7 +164,7 @@ class Bench:
         """Chunks up to here are done; with the last one there is token 1."""
         self.job.computed_upto = upto
         if upto == self.job.spec.num_prompt_tokens:
-            self.job.first_token = TokenId(5)
+            self.job.first_token = SampledToken(token_id=TokenId(5))
             self.job.computed.set()
         self.job.progressed.set()
 

@@ -11,7 +11,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, RequestId, RequestKey, TokenId
 from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
-from shared.engine.executor import SequenceFault
+from shared.engine.executor import SampledToken, SequenceFault
 from shared.engine.prefill_runner import AddPrompt, ChunkDone, DropPrompt, PrefillCommand, PrefillStep
 from shared.kv.block_pool import BlockPool
 from shared.kv.layout import KvLayout
@@ -22,6 +22,7 @@ from tests.support.hand_clock import HandClock
 from tests.support.worker_fakes import FakeEngine, FakeEvents
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", block_size=4, numerics=b"n")
+FIRST = SampledToken(token_id=TokenId(77))
 
 
 class FakeSenders:
@@ -85,7 +86,7 @@ class Table:
         self.service.on_step(
             PrefillStep(
                 chunks=chunks,
-                first_tokens={chunk.key: TokenId(77) for chunk in chunks if chunk.is_last},
+                first_tokens={chunk.key: FIRST for chunk in chunks if chunk.is_last},
                 faults=faults or {},
                 dropped=dropped,
                 num_sequences=len(chunks),
@@ -118,7 +119,7 @@ def test_a_prompt_is_computed_sent_and_gone(table: Table) -> None:
     assert job.sendable_upto(4) == 4
     assert table.service.heartbeat().queued_prompt_tokens == 4
     table.step(chunk(key, 6, 10, is_last=True))
-    assert (job.sendable_upto(4), job.first_token, job.computed.is_set()) == (10, 77, True)
+    assert (job.sendable_upto(4), job.first_token, job.computed.is_set()) == (10, FIRST, True)
     assert table.events.names() == ["prefill_done"]
     assert table.pool.num_free == 1
     table.service.sent(job)

@@ -1,6 +1,6 @@
 """Tests of `shared.engine.decode_runner`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -9,12 +9,13 @@ from shared.domain.ids import Attempt, BlockId, RequestId, RequestKey, TokenId
 from shared.domain.request import FinishReason, RequestSpec
 from shared.domain.sampling import SamplingParams
 from shared.engine.decode_runner import DecodeRunner, DecodeSequence, DecodeStep, Grant, Join, Leave, NewToken
-from shared.engine.executor import DecodeRow, PrefillChunk, SequenceFault
+from shared.engine.executor import DecodeRow, PrefillChunk, SampledToken, SequenceFault
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import KvLayout
 
 FAULT = SequenceFault(ErrorCode.KV_CORRUPT, "as told")
 EOS = TokenId(0)
+TABLE = BlockTable([BlockId(block) for block in range(30)], 4)
 
 
 class _Executor:
@@ -43,21 +44,25 @@ class _Executor:
     def chunk_ends(self, key: RequestKey, spec: RequestSpec) -> tuple[int, ...]:
         raise NotImplementedError
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[TokenId | SequenceFault | None]:
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], on_layers: Callable[[int], None] | None = None
+    ) -> list[SampledToken | SequenceFault | None]:
         raise NotImplementedError
 
     def check_commit(self, key: RequestKey, spec: RequestSpec, block_table: BlockTable) -> None:
         if key.request_id in self.corrupt:
             raise FAULT
 
-    def decode(self, rows: Sequence[DecodeRow]) -> list[TokenId | SequenceFault]:
-        self.steps.append([(row.key.request_id, row.input_token, row.index) for row in rows])
+    def decode(self, rows: Sequence[DecodeRow]) -> list[SampledToken | SequenceFault | None]:
+        self.steps.append([(row.key.request_id, row.input_tokens[-1], row.index) for row in rows])
         if self.is_broken:
             raise MemoryError
         return [
             FAULT
             if row.key.request_id in self.faulty
-            else (EOS if row.index == self.ends_at else TokenId(row.input_token + 1))
+            else SampledToken(token_id=EOS if row.index == self.ends_at else TokenId(row.input_tokens[-1] + 1))
+            if row.wants_token
+            else None
             for row in rows
         ]
 
@@ -84,9 +89,8 @@ def _join(name: str, *, upto: int = 100, max_tokens: int = 100, ignore_eos: bool
         sequence=DecodeSequence(
             key=_key(name),
             spec=spec,
-            block_table=BlockTable((BlockId(0),), 4),
-            next_input_token=TokenId(10),
-            next_index=2,
+            block_table=TABLE,
+            outputs=(TokenId(10),),
             may_compute_upto=upto,
         )
     )
@@ -99,7 +103,7 @@ def _step(runner: DecodeRunner) -> DecodeStep:
 
 
 def _token(name: str, index: int, token: int, finish: FinishReason | None = None) -> NewToken:
-    return NewToken(key=_key(name), index=index, token_id=TokenId(token), finish=finish)
+    return NewToken(key=_key(name), index=index, sampled=SampledToken(token_id=TokenId(token)), finish=finish)
 
 
 def test_all_sequences_share_every_step() -> None:
@@ -142,7 +146,7 @@ def test_a_token_is_computed_only_when_granted() -> None:
     _step(runner)
     is_idle = not runner.has_work and runner.step() is None
     for upto in (4, 3):
-        runner.apply(Grant(key=_key("a"), upto_index=upto))
+        runner.apply(Grant(key=_key("a"), upto_index=upto, block_table=TABLE))
     indices = [_step(runner).tokens[0].index for _ in range(2)]
 
     assert (True, [3, 4], False) == (is_idle, indices, runner.has_work)
@@ -166,7 +170,11 @@ def test_a_leave_is_answered_before_the_next_step() -> None:
     runner.apply(_join("b"))
     _step(runner)
     runner.acknowledge()
-    for command in (Leave(key=_key("a")), Leave(key=_key("z")), Grant(key=_key("a"), upto_index=999)):
+    for command in (
+        Leave(key=_key("a")),
+        Leave(key=_key("z")),
+        Grant(key=_key("a"), upto_index=999, block_table=TABLE),
+    ):
         runner.apply(command)
 
     answer = runner.acknowledge()

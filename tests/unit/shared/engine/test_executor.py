@@ -44,8 +44,9 @@ def test_position_of_a_fed_token() -> None:
         key=RequestKey(RequestId("r"), Attempt(1)),
         spec=_spec(),
         block_table=BlockTable((BlockId(0),), 16),
-        input_token=TokenId(7),
+        input_tokens=(TokenId(7),),
         index=2,
+        outputs=(TokenId(7),),
     )
 
     assert 5 == row.position

@@ -1,12 +1,12 @@
 """Tests of `shared.engine.prefill_runner`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shared.domain.errors import ErrorCode
 from shared.domain.ids import Attempt, BlockId, RequestId, RequestKey, TokenId
 from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
-from shared.engine.executor import DecodeRow, PrefillChunk, SequenceFault
+from shared.engine.executor import DecodeRow, PrefillChunk, SampledToken, SequenceFault
 from shared.engine.prefill_runner import AddPrompt, ChunkDone, DropPrompt, PrefillRunner, PrefillStep
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import KvLayout
@@ -41,19 +41,23 @@ class _Executor:
             raise FAULT
         return (*range(4, spec.num_prompt_tokens, 4), spec.num_prompt_tokens)
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[TokenId | SequenceFault | None]:
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], on_layers: Callable[[int], None] | None = None
+    ) -> list[SampledToken | SequenceFault | None]:
         self.steps.append([(chunk.key.request_id, chunk.start, chunk.end) for chunk in chunks])
         if self.is_broken:
             raise MemoryError
         return [
-            FAULT if chunk.key.request_id in self.faulty else (TokenId(100 + chunk.end) if chunk.is_last else None)
+            FAULT
+            if chunk.key.request_id in self.faulty
+            else (_sampled(100 + chunk.end) if chunk.is_last and chunk.wants_token else None)
             for chunk in chunks
         ]
 
     def check_commit(self, key: RequestKey, spec: RequestSpec, block_table: BlockTable) -> None:
         raise NotImplementedError
 
-    def decode(self, rows: Sequence[DecodeRow]) -> list[TokenId | SequenceFault]:
+    def decode(self, rows: Sequence[DecodeRow]) -> list[SampledToken | SequenceFault | None]:
         raise NotImplementedError
 
     def release(self, key: RequestKey) -> None:
@@ -61,6 +65,10 @@ class _Executor:
 
     def interrupt(self) -> None:
         raise NotImplementedError
+
+
+def _sampled(token_id: int) -> SampledToken:
+    return SampledToken(token_id=TokenId(token_id))
 
 
 def _key(name: str) -> RequestKey:
@@ -101,7 +109,9 @@ def test_chunks_share_steps_oldest_first() -> None:
         [("a", 4, 8), ("c", 0, 4)],
         [("a", 8, 10)],
     ] == executor.steps
-    assert [{_key("b"): 104}, {_key("c"): 104}, {_key("a"): 110}] == [report.first_tokens for report in reports]
+    assert [{_key("b"): _sampled(104)}, {_key("c"): _sampled(104)}, {_key("a"): _sampled(110)}] == [
+        report.first_tokens for report in reports
+    ]
     assert [(2, 8), (2, 8), (1, 2)] == [(report.num_sequences, report.num_tokens) for report in reports]
     assert (
         ChunkDone(key=_key("a"), start=0, end=4, is_last=False),
@@ -117,7 +127,7 @@ def test_a_chunk_larger_than_the_budget_still_runs() -> None:
     runner = _runner(executor, token_budget=1)
     runner.apply(_add("a", 4))
 
-    assert {_key("a"): 104} == _step(runner).first_tokens
+    assert {_key("a"): _sampled(104)} == _step(runner).first_tokens
 
 
 def test_a_drop_is_answered_before_the_next_step() -> None:
@@ -135,7 +145,7 @@ def test_a_drop_is_answered_before_the_next_step() -> None:
     assert answer is not None
     assert ((_key("a"), _key("z")), 0) == (answer.dropped, answer.num_sequences)
     assert runner.acknowledge() is None
-    assert {_key("b"): 108} == _step(runner).first_tokens
+    assert {_key("b"): _sampled(108)} == _step(runner).first_tokens
     assert [("b", 4, 8)] == executor.steps[-1]
 
 
@@ -147,7 +157,7 @@ def test_a_prompt_that_is_added_twice_runs_once() -> None:
     _step(runner)
     runner.apply(_add("a", 8))
 
-    assert {_key("a"): 108} == _step(runner).first_tokens
+    assert {_key("a"): _sampled(108)} == _step(runner).first_tokens
     assert not runner.has_work
 
 
@@ -194,4 +204,4 @@ def test_a_broken_step_fails_its_members_only() -> None:
     assert {_key("a"): ErrorCode.INTERNAL, _key("b"): ErrorCode.INTERNAL} == {
         key: fault.code for key, fault in report.faults.items()
     }
-    assert {_key("c"): 104} == after.first_tokens
+    assert {_key("c"): _sampled(104)} == after.first_tokens

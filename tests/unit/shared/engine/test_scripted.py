@@ -11,7 +11,7 @@ from shared.domain.errors import ErrorCode
 from shared.domain.ids import Attempt, BlockId, RequestId, RequestKey, TokenId
 from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
-from shared.engine.executor import DecodeRow, PrefillChunk, SequenceFault
+from shared.engine.executor import DecodeRow, PrefillChunk, SampledToken, SequenceFault
 from shared.engine.kv_digest import digest_layout, digest_words
 from shared.engine.scripted import NUM_CHECKED_BLOCKS, ScriptedExecutor
 from shared.kv.block_table import BlockTable
@@ -57,18 +57,22 @@ def _executor(num_blocks: int = 512) -> tuple[ScriptedExecutor, KvMemory]:
 
 
 def _prefill(executor: ScriptedExecutor, key: RequestKey, spec: RequestSpec, table: BlockTable) -> object:
-    """All chunks of one prompt; the last one's result."""
+    """All chunks of one prompt; the last one's result, as a bare token."""
     ends = executor.chunk_ends(key, spec)
-    result: object = None
+    result: SampledToken | SequenceFault | None = None
     for number, (start, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True), start=1):
         is_last = number == len(ends)
         chunk = PrefillChunk(key=key, spec=spec, block_table=table, start=start, end=end, is_last=is_last)
         (result,) = executor.prefill([chunk])
-    return result
+    return _bare(result)
+
+
+def _bare(result: SampledToken | SequenceFault | None) -> object:
+    return result.token_id if isinstance(result, SampledToken) else result
 
 
 def _row(key: RequestKey, spec: RequestSpec, table: BlockTable, fed: TokenId, index: int) -> DecodeRow:
-    return DecodeRow(key=key, spec=spec, block_table=table, input_token=fed, index=index)
+    return DecodeRow(key=key, spec=spec, block_table=table, input_tokens=(fed,), index=index, outputs=())
 
 
 def _joined(
@@ -93,10 +97,10 @@ def _play(executor: ScriptedExecutor, row: DecodeRow, count: int) -> list[object
     results: list[object] = []
     for _ in range(count):
         (result,) = executor.decode([row])
-        results.append(result)
+        results.append(_bare(result))
         if isinstance(result, SequenceFault):
             break
-        row = _next(row, result)
+        row = _next(row, _bare(result))
     return results
 
 
@@ -104,7 +108,7 @@ def test_the_script_is_played_and_ended() -> None:
     """Two pieces twice, then end tokens; token 1 comes from prefill."""
     executor, _, row = _joined({"pieces": ["a", "b"], "repeat": 2})
 
-    assert A == row.input_token
+    assert (A,) == row.input_tokens
     assert [B, A, B, SCRIPTED_EOS_ID, SCRIPTED_EOS_ID] == _play(executor, row, 5)
 
 
@@ -152,7 +156,7 @@ def test_a_fault_does_not_disturb_the_others() -> None:
     assert isinstance(first, SequenceFault)
     assert isinstance(second, SequenceFault)
     assert [ErrorCode.INTERNAL, ErrorCode.KV_CORRUPT] == [first.code, second.code]
-    assert third == B
+    assert third == SampledToken(token_id=B)
     slot = rows[2].block_table.slot_of(rows[2].position)
     assert digest_words(memory)[slot // BLOCK_SIZE, :, :, slot % BLOCK_SIZE].all()
 
@@ -218,7 +222,7 @@ def test_a_wrong_generated_token_is_found() -> None:
     slot = row.block_table.slot_of(row.position)
     digest_words(memory)[slot // BLOCK_SIZE, 3, 0, slot % BLOCK_SIZE] ^= np.uint64(1)
 
-    (result,) = executor.decode([_next(row, token)])
+    (result,) = executor.decode([_next(row, _bare(token))])
 
     assert isinstance(result, SequenceFault)
 

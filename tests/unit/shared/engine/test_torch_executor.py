@@ -6,7 +6,7 @@ import torch
 from shared.domain.ids import Attempt, BlockId, RequestId, RequestKey, TokenId
 from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
-from shared.engine.executor import DecodeRow, PrefillChunk
+from shared.engine.executor import DecodeRow, PrefillChunk, SampledToken
 from shared.engine.sampler import sample
 from shared.engine.torch_executor import TorchExecutor
 from shared.kv.block_table import BlockTable
@@ -110,22 +110,23 @@ def _answers(executor: TorchExecutor, specs: list[RequestSpec]) -> dict[str, lis
         ]
         for chunk, result in zip(chunks, executor.prefill(chunks), strict=True):
             assert (result is not None) == chunk.is_last
-            if isinstance(result, int):
-                answers[chunk.key.request_id] = [result]
+            if isinstance(result, SampledToken):
+                answers[chunk.key.request_id] = [result.token_id]
     for index in range(2, 13):
         rows = [
             DecodeRow(
                 key=_key(spec.request_id),
                 spec=spec,
                 block_table=tables[spec.request_id],
-                input_token=TokenId(answers[spec.request_id][-1]),
+                input_tokens=(TokenId(answers[spec.request_id][-1]),),
                 index=index,
+                outputs=(),
             )
             for spec in specs
         ]
         for row, result in zip(rows, executor.decode(rows), strict=True):
-            assert isinstance(result, int)
-            answers[row.key.request_id].append(result)
+            assert isinstance(result, SampledToken)
+            answers[row.key.request_id].append(result.token_id)
     return answers
 
 
