@@ -18,18 +18,12 @@ from prefill_worker.job import PrefillJob
 from shared.aio.backoff import Backoff
 from shared.aio.scope import spawn, stop_when
 from shared.codec.kv import frame_to_wire, held_from_wire, reject_from_wire
-from shared.codec.request import key_to_wire
+from shared.codec.request import key_to_wire, logprobs_to_wire
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Incarnation
-from shared.kv.frames import (
-    MAX_UNACKNOWLEDGED_FRAMES,
-    FrameHeader,
-    FrameRange,
-    RejectCode,
-    frames_to_send,
-    plan_frames,
-)
+from shared.kv.frame_plan import FramePlan
+from shared.kv.frames import MAX_UNACKNOWLEDGED_FRAMES, FrameHeader, FrameRange, RejectCode
 from shared.kv.layout import KvLayout
 from shared.kv.memory import KvMemory
 from shared.obs.metrics import Metrics
@@ -217,25 +211,17 @@ class TransferSenders:
             transfer_id=job.target.transfer_id,
             sender_incarnation=self._incarnation,
             receiver_incarnation=job.target.incarnation,
-            token_id=job.first_token,
+            token_id=job.first_token.token_id,
+            logprobs=None if job.first_token.logprobs is None else logprobs_to_wire(job.first_token.logprobs),
         )
 
 
 class _Stream:
     """What one Push stream has to send and has sent."""
 
-    def __init__(self, held: tuple[FrameRange, ...], num_layers: int) -> None:
-        self.held = held
+    def __init__(self, plan: FramePlan) -> None:
+        self.plan = plan
         self.todo: deque[FrameRange] = deque()
-        # Tokens. What is held from the start on in all layers is left out; frames that overlap other ranges go whole.
-        self.planned_upto = max(
-            (
-                there.token_end
-                for there in held
-                if there.token_start == there.layer_start == 0 and there.layer_end == num_layers
-            ),
-            default=0,
-        )
         self.num_sent = 0
         self.acked_upto = 0
         self.is_finished = False
@@ -256,7 +242,7 @@ class _Transfer:
         self._senders = senders
         self._job = job
         self._layout = senders.layout
-        self._is_first_token_told = False
+        self._is_first_token_told = False  # or there is none to tell
         self._num_answers = 0
 
     async def run(self) -> None:
@@ -267,7 +253,10 @@ class _Transfer:
 
     async def _tell_first_token(self) -> None:
         await self._job.computed.wait()
-        await self._until_done(self._tell_once)
+        if self._job.first_token is not None:
+            await self._until_done(self._tell_once)
+        self._is_first_token_told = True
+        self._job.progressed.set()
 
     async def _until_done(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Tries until it works, is refused, or has had no answer for GIVE_UP_S."""
@@ -298,8 +287,6 @@ class _Transfer:
         if code is not None:
             self._raise(code, "first token")
         self._num_answers += 1
-        self._is_first_token_told = True
-        self._job.progressed.set()
 
     async def _push(self) -> None:
         stub = await self._senders.stub_for(self._job)
@@ -313,7 +300,8 @@ class _Transfer:
             if first.WhichOneof("message") == "reject":
                 self._raise_reject(first.reject)
             self._num_answers += 1
-            stream = _Stream(held_from_wire(first.held), self._layout.num_layers)
+            held = held_from_wire(first.held)
+            stream = _Stream(FramePlan(self._layout, self._job.spec.num_prompt_tokens, held))
             async with asyncio.TaskGroup() as group:
                 reader = spawn(group, self._read(call, stream), name=f"acks {self._job.key}")
                 await self._send(call, stream)
@@ -331,7 +319,7 @@ class _Transfer:
         sign_at = clock.time()
         while True:
             job.progressed.clear()
-            self._plan(stream)
+            stream.todo.extend(stream.plan.advance(job.computed_upto, None))
             if stream.todo and stream.has_credit:
                 frame = stream.todo.popleft()
                 stream.num_sent += 1
@@ -348,13 +336,6 @@ class _Transfer:
             except TimeoutError:
                 await call.write(kv_pb2.PushUp(keep_alive=kv_pb2.KeepAlive()))
                 sign_at = clock.time()
-
-    def _plan(self, stream: _Stream) -> None:
-        sendable_upto = self._job.sendable_upto(self._layout.block_size)
-        if sendable_upto > stream.planned_upto:
-            planned = plan_frames(self._layout, stream.planned_upto, sendable_upto)
-            stream.todo.extend(frames_to_send(self._layout, self._job.spec.num_prompt_tokens, planned, stream.held))
-            stream.planned_upto = sendable_upto
 
     async def _read(self, call: "_PushCall", stream: _Stream) -> None:
         while isinstance(message := await call.read(), kv_pb2.PushDown):

@@ -125,7 +125,7 @@ def held_to_wire(ranges: Iterable[FrameRange]) -> kv_pb2.Held:
 
 
 def held_from_wire(held: kv_pb2.Held) -> tuple[FrameRange, ...]:
-    """Judges nothing: `frames_to_send` leaves out what makes no sense."""
+    """Judges nothing: `FramePlan` leaves out what makes no sense."""
     return tuple(
         FrameRange(
             layer_start=there.layer_start,

@@ -1,4 +1,4 @@
-"""The hand-over of KV as values: what frames a range of tokens makes, and what a receiver may do with one.
+"""The hand-over of KV as values: what a frame covers, and what a receiver may do with one.
 
 Pure: bytes are read, copied and acknowledged by `shared.transfer`. A frame covers layers [layer_start, layer_end) of
 the blocks of tokens [token_start, token_end); a partly filled last block is sent whole, slots beyond `token_end` as
@@ -11,7 +11,6 @@ The receiving machine (see `FrameReceiver`):
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -22,7 +21,6 @@ from shared.domain.ids import BlockId, Incarnation, RequestKey, TransferId
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import KvLayout
 
-MAX_FRAME_BYTES = 1 << 20  # a quarter of gRPC's default message limit; large enough that per-message cost is small
 MAX_UNACKNOWLEDGED_FRAMES = 8  # 8 MiB on the way fill a fast link; what a stopped receiver can be made to hold
 
 
@@ -119,6 +117,13 @@ class Coverage:
     def holds(self, frame: FrameRange) -> bool:
         return bool(self._region(frame).all())
 
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens from the start on that are held in all layers without a gap."""
+        gaps = np.flatnonzero(~self._held.all(axis=0))
+        num_blocks = int(gaps[0]) if gaps.size else self._held.shape[1]
+        return min(num_blocks * self._block_size, self._num_tokens)
+
     def ranges(self) -> tuple[FrameRange, ...]:
         """The held part as few rectangles: runs of blocks that the same layers are held of, split into layer runs."""
         found: list[FrameRange] = []
@@ -144,46 +149,6 @@ class Coverage:
         ]
 
 
-def plan_frames(
-    layout: KvLayout, token_start: int, token_end: int, *, max_payload_bytes: int = MAX_FRAME_BYTES
-) -> tuple[FrameRange, ...]:
-    """The frames of tokens [token_start, token_end), in order: whole blocks while they fit, else one block by layers.
-
-    `token_start` starts a block. One layer of one block that is larger than a frame cannot be sent: ValueError.
-    """
-    if token_start % layout.block_size or token_end < token_start:
-        raise ValueError(f"tokens [{token_start}, {token_end}) do not start at a block")
-    if layout.layer_block_bytes > max_payload_bytes:
-        raise ValueError(f"one layer of a block has {layout.layer_block_bytes} bytes, a frame {max_payload_bytes}")
-    num_blocks_a_frame = max(max_payload_bytes // layout.block_bytes, 1)
-    num_layers_a_frame = min(max_payload_bytes // layout.layer_block_bytes, layout.num_layers)
-    step = num_blocks_a_frame * layout.block_size
-    return tuple(
-        FrameRange(
-            layer_start=layer,
-            layer_end=min(layer + num_layers_a_frame, layout.num_layers),
-            token_start=start,
-            token_end=min(start + step, token_end),
-        )
-        for start in range(token_start, token_end, step)
-        for layer in range(0, layout.num_layers, num_layers_a_frame)
-    )
-
-
-def frames_to_send(
-    layout: KvLayout,
-    num_prompt_tokens: int,
-    planned: Iterable[FrameRange],
-    held: Sequence[FrameRange],
-) -> tuple[FrameRange, ...]:
-    """`planned` without the frames that a receiver of `held` has whole; malformed held ranges count for nothing."""
-    coverage = Coverage(layout, num_prompt_tokens)
-    for there in held:
-        if coverage.problem_with(there) is None:
-            coverage.add(there)
-    return tuple(frame for frame in planned if not coverage.holds(frame))
-
-
 def payload_bytes(layout: KvLayout, frame: FrameRange) -> int:
     """Length of a frame's payload."""
     num_blocks = layout.num_blocks_for(frame.token_end) - frame.token_start // layout.block_size
@@ -206,13 +171,22 @@ class FrameReceiver:
         receiver_incarnation: Incarnation,
         num_prompt_tokens: int,
         block_table: BlockTable,
+        num_tokens_held: int = 0,
     ) -> None:
+        """`num_tokens_held`: whole blocks that were in the pool before; others may share them, no frame is for them."""
+        if num_tokens_held % layout.block_size and num_tokens_held != num_prompt_tokens:
+            raise ValueError(f"{num_tokens_held} tokens held are not whole blocks")
         self._layout = layout
         self._key = key
         self._transfer_id = transfer_id
         self._receiver_incarnation = receiver_incarnation
         self._block_table = block_table
         self._coverage = Coverage(layout, num_prompt_tokens)
+        self._num_tokens_held = num_tokens_held
+        if num_tokens_held:
+            self._coverage.add(
+                FrameRange(layer_start=0, layer_end=layout.num_layers, token_start=0, token_end=num_tokens_held)
+            )
         self._sender_incarnation: Incarnation | None = None
         self._stream = 0
         self._acked_upto = 0
@@ -284,6 +258,8 @@ class FrameReceiver:
             return Reject(code=RejectCode.BAD_CHECKSUM, message=f"frame {header.number}")
         if self._coverage.holds(frame):
             return AlreadyHeld(acked_upto=self._acknowledge(header.number))
+        if frame.token_start < self._num_tokens_held:
+            return Reject(code=RejectCode.BAD_RANGE, message=f"token {frame.token_start} lies in a block held before")
         place = (self._stream, header.number)
         if place in self._copying:
             return AlreadyHeld(

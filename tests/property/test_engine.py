@@ -21,7 +21,8 @@ from shared.engine.prefill_runner import AddPrompt, DropPrompt, PrefillRunner, P
 from shared.engine.scripted import ScriptedExecutor
 from shared.kv.block_pool import BlockPool, BlockState
 from shared.kv.block_table import BlockTable
-from shared.kv.frames import FrameHeader, FrameReceiver, Reject, WriteBlocks, plan_frames
+from shared.kv.frame_plan import plan_frames
+from shared.kv.frames import FrameHeader, FrameReceiver, Reject, WriteBlocks
 from shared.kv.memory import KvMemory
 from shared.text.script import Script
 
@@ -129,8 +130,7 @@ class _Line:
                         key=key,
                         spec=life.spec,
                         block_table=life.target,
-                        next_input_token=TokenId(life.tokens[0]),
-                        next_index=2,
+                        outputs=(TokenId(life.tokens[0]),),
                         may_compute_upto=life.upto,
                     )
                 )
@@ -140,7 +140,7 @@ class _Line:
         """The reader has taken some."""
         life = self.lives[key]
         life.upto = max(life.upto, len(life.tokens) + more)
-        self.decode.apply(Grant(key=key, upto_index=life.upto))
+        self.decode.apply(Grant(key=key, upto_index=life.upto, block_table=life.target))
 
     def cancel(self, key: RequestKey) -> None:
         """Both sides let go; the blocks return at the next border."""
@@ -180,8 +180,9 @@ class _Line:
         for chunk in report.chunks:
             if chunk.end > chunk.start:
                 self.lives[chunk.key].chunks.append((chunk.start, chunk.end))
-        for key, token in report.first_tokens.items():
+        for key, sampled in report.first_tokens.items():
             life = self.lives[key]
+            token = sampled.token_id
             life.tokens.append(token)
             script = Script.from_prompt(life.spec.prompt_ids)
             if token in self.executors[1].eos_ids:
@@ -200,7 +201,7 @@ class _Line:
             life = self.lives[new.key]
             assert not life.is_gone
             assert len(life.tokens) + 1 == new.index <= life.upto
-            life.tokens.append(new.token_id)
+            life.tokens.append(new.sampled.token_id)
             if new.finish is not None:
                 life.finish = new.finish
                 self._let_go(new.key)

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from shared.domain.ids import Attempt, BlockId, Incarnation, RequestId, RequestKey, TransferId
 from shared.kv.block_table import BlockTable
+from shared.kv.frame_plan import FramePlan, LayersDone, plan_frames
 from shared.kv.frames import (
     MAX_UNACKNOWLEDGED_FRAMES,
     AlreadyHeld,
     FrameHeader,
+    FrameRange,
     FrameReceiver,
     Reject,
     RejectCode,
     WriteBlocks,
-    frames_to_send,
     payload_bytes,
-    plan_frames,
 )
 from shared.kv.layout import KvLayout
 from shared.kv.memory import KvMemory
@@ -199,7 +199,13 @@ def test_a_broken_stream_goes_on_where_it_was(data: st.DataObject, transfer: _Tr
     payloads = {header.range: (header, payload) for header, payload in transfer.frames()}
     num_written = 0
     while not receiver.is_complete:
-        to_send = frames_to_send(transfer.layout, transfer.num_tokens, planned, receiver.held_ranges())
+        plan = FramePlan(
+            transfer.layout,
+            transfer.num_tokens,
+            receiver.held_ranges(),
+            max_payload_bytes=transfer.max_payload_bytes,
+        )
+        to_send = plan.advance(transfer.num_tokens, None)
         assert len(planned) - num_written == len(to_send)
         count = data.draw(st.integers(1, len(to_send)))
         for number, frame in enumerate(to_send[:count], start=1):
@@ -233,19 +239,38 @@ def test_after_the_end_the_pool_is_untouched(data: st.DataObject, transfer: _Tra
     assert (target.data == 0x11).all()
 
 
-@settings(max_examples=60, deadline=None)
-@given(transfer=_transfers(), chunk_blocks=st.integers(1, 4))
-def test_chunks_planned_one_by_one_cover_the_prompt_once(transfer: _Transfer, chunk_blocks: int) -> None:
-    """Frames of successive chunks: every layer of every block exactly once, every payload within the limit."""
-    layout, step = transfer.layout, chunk_blocks * transfer.layout.block_size
-    seen: dict[tuple[int, int], int] = {}
-    for start in range(0, transfer.num_tokens, step):
-        end = min(start + step, transfer.num_tokens)
-        for frame in plan_frames(layout, start, end, max_payload_bytes=transfer.max_payload_bytes):
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), transfer=_transfers(), chunk_tokens=st.integers(1, 12), num_held_blocks=st.integers(0, 3))
+def test_chunks_planned_by_layers_cover_the_prompt_once(
+    data: st.DataObject, transfer: _Transfer, chunk_tokens: int, num_held_blocks: int
+) -> None:
+    """Whatever layers are told of whatever chunks: each layer of each block once and not before it is computed."""
+    layout, num_tokens = transfer.layout, transfer.num_tokens
+    num_held = min(num_held_blocks * layout.block_size, num_tokens)
+    held = FrameRange(layer_start=0, layer_end=layout.num_layers, token_start=0, token_end=num_held)
+    plan = FramePlan(layout, num_tokens, [held] if num_held else [], max_payload_bytes=transfer.max_payload_bytes)
+    seen: set[tuple[int, int]] = set()
+
+    def take(computed_upto: int, running: LayersDone | None) -> None:
+        for frame in plan.advance(computed_upto, running):
             assert payload_bytes(layout, frame) <= transfer.max_payload_bytes
             for block in range(frame.token_start // layout.block_size, layout.num_blocks_for(frame.token_end)):
+                last_token = min((block + 1) * layout.block_size, num_tokens) - 1
                 for layer in range(frame.layer_start, frame.layer_end):
-                    seen[block, layer] = seen.get((block, layer), 0) + 1
+                    is_computed = last_token < computed_upto
+                    is_told = running is not None and last_token < running.token_end and layer < running.num_layers
+                    assert is_computed or is_told
+                    assert (block, layer) not in seen
+                    seen.add((block, layer))
 
-    assert {1} == set(seen.values())
-    assert layout.num_layers * layout.num_blocks_for(transfer.num_tokens) == len(seen)
+    for start in range(0, num_tokens, chunk_tokens):
+        end = min(start + chunk_tokens, num_tokens)
+        running = None
+        for num_layers in sorted(data.draw(st.sets(st.integers(1, layout.num_layers), max_size=3))):
+            running = LayersDone(token_end=end, num_layers=num_layers, is_last=data.draw(st.booleans()))
+            take(start, running)
+        if data.draw(st.booleans()) or end == num_tokens:  # reports may be taken late, several at once
+            take(end, running)
+
+    missing = range(num_held // layout.block_size, layout.num_blocks_for(num_tokens)) if num_held < num_tokens else ()
+    assert {(block, layer) for block in missing for layer in range(layout.num_layers)} == seen

@@ -8,9 +8,10 @@ from shared.codec.kv import frame_to_wire, held_from_wire, layout_to_wire, rejec
 from shared.codec.request import key_to_wire
 from shared.domain.ids import BlockId, Incarnation, TransferId
 from shared.domain.request import RequestSpec
-from shared.engine.executor import PrefillChunk
+from shared.engine.executor import PrefillChunk, SampledToken
 from shared.kv.block_table import BlockTable
-from shared.kv.frames import FrameHeader, FrameRange, RejectCode, plan_frames
+from shared.kv.frame_plan import plan_frames
+from shared.kv.frames import FrameHeader, FrameRange, RejectCode
 from shared.kv.layout import KvLayout
 from shared.wire import kv_pb2, kv_pb2_grpc, scheduler_pb2
 from tests.support.worker_pair import WorkerPair, key_of, scripted_engine
@@ -41,8 +42,8 @@ class RawSender:
             )
             (token,) = engine.executor.prefill([chunk])
             start = end
-            if isinstance(token, int):
-                self.first_token = token
+            if isinstance(token, SampledToken):
+                self.first_token = token.token_id
         self.frames: Sequence[FrameRange] = [
             frame
             for start in range(0, spec.num_prompt_tokens, 16)

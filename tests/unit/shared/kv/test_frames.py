@@ -6,6 +6,7 @@ import pytest
 
 from shared.domain.ids import Attempt, BlockId, Incarnation, RequestId, RequestKey, TransferId
 from shared.kv.block_table import BlockTable
+from shared.kv.frame_plan import plan_frames
 from shared.kv.frames import (
     MAX_UNACKNOWLEDGED_FRAMES,
     AlreadyHeld,
@@ -15,9 +16,7 @@ from shared.kv.frames import (
     Reject,
     RejectCode,
     WriteBlocks,
-    frames_to_send,
     payload_bytes,
-    plan_frames,
 )
 from shared.kv.layout import KvLayout
 
@@ -76,44 +75,9 @@ def _code(verdict: WriteBlocks | AlreadyHeld | Reject | tuple[FrameRange, ...]) 
 WHOLE = _range(0, 4, 0, NUM_TOKENS)
 
 
-def test_whole_blocks_share_a_frame_while_they_fit() -> None:
-    """Blocks of 256 bytes in frames of 512: two blocks a frame, all layers, the last frame ends with the tokens."""
-    expected = (_range(0, 4, 0, 8), _range(0, 4, 8, 16), _range(0, 4, 16, 18))
-
-    assert expected == plan_frames(LAYOUT, 0, 18, max_payload_bytes=600)
-
-
-def test_a_block_that_is_too_large_goes_by_layers() -> None:
-    """Layers of 64 bytes in frames of 200: three layers, then the fourth, block by block."""
-    expected = (_range(0, 3, 4, 8), _range(3, 4, 4, 8), _range(0, 3, 8, 10), _range(3, 4, 8, 10))
-
-    assert expected == plan_frames(LAYOUT, 4, 10, max_payload_bytes=200)
-
-
-def test_nothing_to_send_makes_no_frame() -> None:
-    """A chunk that only took time sends nothing."""
-    assert () == plan_frames(LAYOUT, 8, 8)
-
-
-def test_a_plan_must_start_at_a_block_and_fit() -> None:
-    """A start inside a block, and a layer of a block above the frame's limit, are refused."""
-    with pytest.raises(ValueError, match="do not start at a block"):
-        plan_frames(LAYOUT, 2, 8)
-    with pytest.raises(ValueError, match="one layer of a block"):
-        plan_frames(LAYOUT, 0, 8, max_payload_bytes=63)
-
-
 def test_payload_bytes_counts_the_last_block_whole() -> None:
     """Two tokens in a block of four take the block's bytes, in the layers sent."""
     assert 64 * 2 == payload_bytes(LAYOUT, _range(1, 3, 8, 10))
-
-
-def test_what_is_held_is_not_sent() -> None:
-    """Only frames that are there whole are left out; ranges that make no sense count for nothing."""
-    planned = plan_frames(LAYOUT, 0, NUM_TOKENS, max_payload_bytes=256)
-    held = (_range(0, 4, 0, 4), _range(0, 2, 4, 8), _range(0, 9, 0, 10), _range(0, 4, 8, 9))
-
-    assert planned[1:] == frames_to_send(LAYOUT, NUM_TOKENS, planned, held)
 
 
 def test_the_happy_way_ends_complete() -> None:
@@ -129,6 +93,39 @@ def test_the_happy_way_ends_complete() -> None:
     ] == verdicts
     assert (1, False, True) == (receiver.copied(1), receiver.is_complete, receiver.is_copying)
     assert (2, True, False) == (receiver.copied(2), receiver.is_complete, receiver.is_copying)
+
+
+def test_blocks_held_before_are_not_written() -> None:
+    """They are told at the opening and complete the sequence; a frame for them is acknowledged, one that overlaps refused."""
+    receiver = FrameReceiver(
+        layout=LAYOUT,
+        key=KEY,
+        transfer_id=TRANSFER,
+        receiver_incarnation=RECEIVER,
+        num_prompt_tokens=NUM_TOKENS,
+        block_table=BlockTable(tuple(BlockId(block) for block in (9, 3, 5, 6)), 4),
+        num_tokens_held=8,
+    )
+
+    assert (_range(0, 4, 0, 8),) == _open(receiver)
+    assert AlreadyHeld(acked_upto=1) == _accept(receiver, _header(1, _range(0, 4, 4, 8)))
+    assert RejectCode.BAD_RANGE is _code(_accept(receiver, _header(2, _range(0, 4, 4, 10))))
+    assert isinstance(_accept(receiver, _header(2, _range(0, 4, 8, 10))), WriteBlocks)
+    assert (2, True) == (receiver.copied(2), receiver.is_complete)
+
+
+def test_what_is_held_before_must_be_whole_blocks() -> None:
+    """A block that ends inside cannot be shared."""
+    with pytest.raises(ValueError, match="whole blocks"):
+        FrameReceiver(
+            layout=LAYOUT,
+            key=KEY,
+            transfer_id=TRANSFER,
+            receiver_incarnation=RECEIVER,
+            num_prompt_tokens=NUM_TOKENS,
+            block_table=BlockTable((BlockId(1), BlockId(2), BlockId(3)), 4),
+            num_tokens_held=6,
+        )
 
 
 def test_acknowledgement_waits_for_the_earlier_frames() -> None:
