@@ -9,6 +9,7 @@ from shared.domain.request import RequestSpec, SequenceState
 from shared.domain.worker import KvTarget
 from shared.engine.executor import SampledToken
 from shared.kv.block_table import BlockTable
+from shared.kv.frame_plan import LayersDone
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class PrefillJob:
     block_table: BlockTable | None = None
     is_in_engine: bool = False
     computed_upto: int = 0
+    running: LayersDone | None = None  # how far the chunk behind `computed_upto` was, when last told
     first_token: SampledToken | None = None
     num_reads: int = 0  # of its blocks, by the copy thread, that have not returned
     sent_bytes: int = 0
@@ -64,10 +66,6 @@ class PrefillJob:
     @property
     def sequence_state(self) -> SequenceState:
         return SequenceState.DONE if self.is_over else SequenceState.RUNNING
-
-    def sendable_upto(self, block_size: int) -> int:
-        """Tokens whose KV may leave: whole blocks, the last one when the prompt is computed."""
-        return self.computed_upto if self.is_computed else self.computed_upto - self.computed_upto % block_size
 
     def phases_ms(self) -> dict[str, int]:
         """Lengths of the phases that were reached: waiting for blocks, computing, sending beyond the last step."""

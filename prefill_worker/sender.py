@@ -319,7 +319,7 @@ class _Transfer:
         sign_at = clock.time()
         while True:
             job.progressed.clear()
-            stream.todo.extend(stream.plan.advance(job.computed_upto, None))
+            stream.todo.extend(stream.plan.advance(job.computed_upto, job.running))
             if stream.todo and stream.has_credit:
                 frame = stream.todo.popleft()
                 stream.num_sent += 1

@@ -5,6 +5,7 @@ nothing waits. Blocks go back in `_settle` alone, when no read and no step can t
 """
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Protocol
 
 from structlog.typing import FilteringBoundLogger
@@ -20,6 +21,7 @@ from shared.domain.request import RequestSpec, SequenceState
 from shared.engine.prefill_runner import AddPrompt, DropPrompt, PrefillCommand, PrefillStep
 from shared.kv.block_pool import BlockPool
 from shared.kv.block_table import BlockTable
+from shared.kv.frame_plan import LayersDone
 from shared.kv.layout import KvLayout
 from shared.obs.metrics import Metrics
 from shared.transfer.tombstones import Tombstones
@@ -228,6 +230,14 @@ class PrefillService:
             if job is not None:
                 job.is_in_engine = False
                 self._settle(job)
+
+    def on_layers(self, told: Mapping[RequestKey, LayersDone]) -> None:
+        """How far the layers of the chunks in the running step are."""
+        for key, running in told.items():
+            job = self._jobs.get(key)
+            if job is not None:
+                job.running = running
+                job.progressed.set()
 
     def _computed(self, job: PrefillJob, step: PrefillStep) -> None:
         job.first_token = None if job.num_delivered else step.first_tokens[job.key]

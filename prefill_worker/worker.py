@@ -40,7 +40,12 @@ async def run_worker(process: Process, config: PrefillConfig, engine: Engine) ->
     )
     life = WorkerLife(process, service, drain_timeout_s=config.drain_timeout_s)
     step_loop: StepLoop[PrefillCommand, PrefillStep] = StepLoop(
-        PrefillRunner(engine.executor, token_budget=config.token_budget, max_sequences=config.max_sequences),
+        PrefillRunner(
+            engine.executor,
+            token_budget=config.token_budget,
+            max_sequences=config.max_sequences,
+            tell_layers=lambda told: step_loop.tell(service.on_layers, told),
+        ),
         service.on_step,
         on_dead=life.on_engine_dead,
         clock=process.clock,

@@ -1,6 +1,6 @@
 """Prompts into chunks, chunks into shared steps: what the engine thread of a prefill worker drives."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -10,18 +10,21 @@ from shared.engine.batcher import pack_chunks
 from shared.engine.executor import Executor, PrefillChunk, SampledToken, SequenceFault
 from shared.engine.step_guard import StepGuard
 from shared.kv.block_table import BlockTable
+from shared.kv.frame_plan import LayersDone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddPrompt:
     """Compute the prompt of `spec` into the blocks of `block_table`; a key that is there already changes nothing.
 
+    Positions before `start`, which begins a block and is less than the prompt's length, have their KV already.
     `wants_token` false: the answer is continued, so output token 1 exists and none is sampled.
     """
 
     key: RequestKey
     spec: RequestSpec
     block_table: BlockTable
+    start: int = 0
     wants_token: bool = True
 
 
@@ -71,7 +74,7 @@ class _Prompt:
 
     @property
     def start(self) -> int:
-        return self.ends[self.num_chunks_done - 1] if self.num_chunks_done else 0
+        return self.ends[self.num_chunks_done - 1] if self.num_chunks_done else self.command.start
 
     @property
     def end(self) -> int:
@@ -93,8 +96,17 @@ class PrefillRunner:
     rest.
     """
 
-    def __init__(self, executor: Executor, *, token_budget: int, max_sequences: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        token_budget: int,
+        max_sequences: int,
+        tell_layers: Callable[[Mapping[RequestKey, LayersDone]], None] | None = None,
+    ) -> None:
+        """`tell_layers` hears, within a step and in its thread, how far the layers of its chunks are."""
         self._executor = executor
+        self._tell_layers = tell_layers
         self._token_budget = token_budget
         self._max_sequences = max_sequences
         self._prompts: dict[RequestKey, _Prompt] = {}  # in order of arrival
@@ -116,7 +128,8 @@ class PrefillRunner:
                     self._executor.release(key)
                     self._notes.faults[key] = fault
                     return
-                self._prompts[key] = _Prompt(command, ends)
+                # The borders stay where they are without a cached start; the first chunk may begin behind some.
+                self._prompts[key] = _Prompt(command, tuple(end for end in ends if end > command.start))
             case DropPrompt(key=key):
                 if self._prompts.pop(key, None) is not None:
                     self._executor.release(key)
@@ -147,7 +160,7 @@ class PrefillRunner:
             max_sequences=self._max_sequences,
         )
         chunks = [_next_chunk(prompts[place]) for place in picked]
-        results = self._guard.run(lambda: self._executor.prefill(chunks), len(chunks))
+        results = self._guard.run(lambda: self._executor.prefill(chunks, self._on_layers(chunks)), len(chunks))
         done: list[ChunkDone] = []
         first_tokens: dict[RequestKey, SampledToken] = {}
         faults: dict[RequestKey, SequenceFault] = {}
@@ -175,6 +188,17 @@ class PrefillRunner:
 
     def interrupt(self) -> None:
         self._executor.interrupt()
+
+    def _on_layers(self, chunks: Sequence[PrefillChunk]) -> Callable[[int], None] | None:
+        tell = self._tell_layers
+        if tell is None:
+            return None
+        return lambda num_layers: tell(
+            {
+                chunk.key: LayersDone(token_end=chunk.end, num_layers=num_layers, is_last=chunk.is_last)
+                for chunk in chunks
+            }
+        )
 
     def _remove(self, key: RequestKey) -> None:
         del self._prompts[key]

@@ -16,7 +16,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestKey, TokenId
 from shared.domain.request import RequestSpec
 from shared.engine.executor import DecodeRow, PrefillChunk, SampledToken, SequenceFault
-from shared.engine.kv_digest import digest_words, digests, salt_word
+from shared.engine.kv_digest import NUM_LAYERS, digest_words, digests, salt_word
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import KvLayout
 from shared.kv.memory import KvMemory
@@ -28,6 +28,7 @@ MAX_CHUNK_MS = 1000.0
 # Of a context a step recomputes the last block and this many more, in turn: all of a context of n blocks is checked
 # within n / 4 steps, and 100 sequences of any length cost a step 2 to 3 ms.
 NUM_CHECKED_BLOCKS = 4
+_NUM_EARLY_LAYERS = NUM_LAYERS // 2  # of a chunk, written and told when its step begins; the others when it ends
 _COMMIT_CHECK_BLOCKS = 1024  # a commit is checked in pieces of 1 MiB, whatever the length of the prompt
 
 
@@ -105,14 +106,16 @@ class ScriptedExecutor:
         self, chunks: Sequence[PrefillChunk], on_layers: Callable[[int], None] | None = None
     ) -> list[SampledToken | SequenceFault | None]:
         ends_at = self._clock.monotonic() + max(self._prompts[chunk.key].chunk_s for chunk in chunks)
-        results: list[SampledToken | SequenceFault | None] = []
-        for chunk in chunks:
-            prompt = self._prompts[chunk.key]
-            if chunk.end > chunk.start:
-                self._write_prompt(prompt, chunk)
-            results.append(_played(prompt.script, 1) if chunk.is_last and chunk.wants_token else None)
+        self._write_prompts(chunks, 0, _NUM_EARLY_LAYERS)
+        if on_layers is not None:
+            on_layers(_NUM_EARLY_LAYERS)
         self._wait_until(ends_at)
-        return results
+        # Only now: a layer that leaves before it is told does so without its digests.
+        self._write_prompts(chunks, _NUM_EARLY_LAYERS, NUM_LAYERS)
+        return [
+            _played(self._prompts[chunk.key].script, 1) if chunk.is_last and chunk.wants_token else None
+            for chunk in chunks
+        ]
 
     def check_commit(self, key: RequestKey, spec: RequestSpec, block_table: BlockTable) -> None:
         """Recompute the digests of the whole prompt, and see that the last block is zero beyond it."""
@@ -160,12 +163,18 @@ class ScriptedExecutor:
     def interrupt(self) -> None:
         self._interrupted.set()
 
-    def _write_prompt(self, prompt: _Prompt, chunk: PrefillChunk) -> None:
-        positions = np.arange(chunk.start, chunk.end)
-        words = digests(
-            np.full(len(positions), prompt.salt), prompt.tokens[chunk.start : chunk.end, None], positions[:, None]
-        )
-        self._write(chunk.block_table.indices[positions // self.layout.block_size], positions, words)
+    def _write_prompts(self, chunks: Sequence[PrefillChunk], layer_start: int, layer_end: int) -> None:
+        for chunk in chunks:
+            if chunk.end == chunk.start:
+                continue
+            prompt = self._prompts[chunk.key]
+            positions = np.arange(chunk.start, chunk.end)
+            words = digests(
+                np.full(len(positions), prompt.salt), prompt.tokens[chunk.start : chunk.end, None], positions[:, None]
+            )
+            blocks = chunk.block_table.indices[positions // self.layout.block_size]
+            slots = positions % self.layout.block_size
+            self._words[blocks, layer_start:layer_end, :, slots] = words[:, layer_start:layer_end, :, 0]
 
     def _write_fed(self, fed: Sequence[tuple[DecodeRow, _Context]]) -> None:
         """Append the fed tokens of each row to its context and their digests to the cache."""

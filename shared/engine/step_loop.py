@@ -10,6 +10,7 @@ from shared.domain.clock import Clock
 
 _Command = TypeVar("_Command")
 _Report = TypeVar("_Report")
+_Note = TypeVar("_Note")
 _Command_contra = TypeVar("_Command_contra", contravariant=True)
 _Report_co = TypeVar("_Report_co", covariant=True)
 
@@ -87,6 +88,11 @@ class StepLoop(Generic[_Command, _Report]):
             self._commands.append(command)
             self._changed.notify()
 
+    def tell(self, deliver: Callable[[_Note], None], note: _Note) -> None:
+        """From within a step, in its thread: `deliver(note)` on the event loop, before the report of the step."""
+        assert self._event_loop is not None
+        self._call(self._event_loop, deliver, note)
+
     @property
     def is_busy(self) -> bool:
         """Whether a step runs, or is about to."""
@@ -140,13 +146,16 @@ class StepLoop(Generic[_Command, _Report]):
 
     def _post(self, event_loop: asyncio.AbstractEventLoop, report: _Report | None) -> None:
         if report is not None:
-            self._undelivered.acquire()
-            _call(event_loop, self._deliver_one, report)
+            self._call(event_loop, self._deliver, report)
 
-    def _deliver_one(self, report: _Report) -> None:
+    def _call(self, event_loop: asyncio.AbstractEventLoop, deliver: Callable[[_Note], None], note: _Note) -> None:
+        self._undelivered.acquire()
+        _call(event_loop, self._deliver_one, deliver, note)
+
+    def _deliver_one(self, deliver: Callable[[_Note], None], note: _Note) -> None:
         self._undelivered.release()
         if not self._is_stopping:
-            self._deliver(report)
+            deliver(note)
 
 
 def _call(event_loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:

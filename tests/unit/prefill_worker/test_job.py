@@ -7,7 +7,6 @@ from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey
 from shared.domain.request import RequestSpec, SequenceState
 from shared.domain.sampling import SamplingParams
 from shared.domain.worker import KvTarget
-from shared.engine.executor import SampledToken
 
 
 @pytest.fixture
@@ -33,18 +32,6 @@ def job() -> PrefillJob:
         target=target,
         moments=Moments(received_at=100.0),
     )
-
-
-@pytest.mark.parametrize(("computed_upto", "expected"), [(0, 0), (3, 0), (4, 4), (9, 8), (10, 8)])
-def test_only_whole_blocks_leave_before_the_end(job: PrefillJob, computed_upto: int, expected: int) -> None:
-    """The last block leaves when the prompt is computed, which token 1 says."""
-    job.computed_upto = computed_upto
-
-    assert job.sendable_upto(4) == expected
-    if computed_upto == 10:
-        job.first_token = SampledToken(token_id=TokenId(5))
-        job.computed.set()
-        assert job.sendable_upto(4) == 10
 
 
 def test_settled_means_over_and_untouched(job: PrefillJob) -> None:

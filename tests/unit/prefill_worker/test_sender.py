@@ -21,6 +21,7 @@ from shared.domain.sampling import SamplingParams
 from shared.domain.worker import KvTarget
 from shared.engine.executor import SampledToken
 from shared.kv.block_table import BlockTable
+from shared.kv.frame_plan import LayersDone
 from shared.kv.frames import FrameRange, RejectCode
 from shared.kv.layout import KvLayout
 from shared.kv.memory import KvMemory
@@ -256,6 +257,23 @@ async def test_frames_leave_as_chunks_are_computed() -> None:
         assert b.decode.frames == [tokens((0, 4), (4, 10))]
         assert (b.decode.num_hellos, b.decode.num_first_tokens) == (1, 1)
         assert b.job.sent_bytes == 3 * LAYOUT.block_bytes
+
+
+async def test_layers_of_the_last_chunk_leave_before_it_is_done() -> None:
+    """What is told of it goes at once, the rest when it is computed."""
+    async with bench() as b:
+        b.senders.start(b.job)
+        b.compute(8)
+        b.job.running = LayersDone(token_end=10, num_layers=1, is_last=True)
+        await b.decode.until(lambda: bool(b.decode.frames) and len(b.decode.frames[0]) == 2)
+        b.compute(10)
+
+        assert await b.end() == ["sent"]
+        assert [*tokens((0, 8)), _layer(0, 8, 10), _layer(1, 8, 10)] == b.decode.frames[0]
+
+
+def _layer(layer: int, start: int, end: int) -> FrameRange:
+    return FrameRange(layer_start=layer, layer_end=layer + 1, token_start=start, token_end=end)
 
 
 async def test_no_more_frames_than_the_credit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from shared.domain.sampling import SamplingParams
 from shared.engine.executor import SampledToken, SequenceFault
 from shared.engine.prefill_runner import AddPrompt, ChunkDone, DropPrompt, PrefillCommand, PrefillStep
 from shared.kv.block_pool import BlockPool
+from shared.kv.frame_plan import LayersDone
 from shared.kv.layout import KvLayout
 from shared.obs.logs import get_logger
 from shared.obs.metrics import Metrics
@@ -108,18 +109,27 @@ def table() -> Iterator[Table]:
     metrics.close()
 
 
+def test_layers_of_the_running_chunk_are_told_to_the_sender(table: Table) -> None:
+    """Those of an attempt that is not here any more are nobody's."""
+    key = table.prefill()
+    (job,) = table.senders.jobs
+    running = LayersDone(token_end=6, num_layers=1, is_last=False)
+    table.service.on_layers({key: running, RequestKey(RequestId("gone"), Attempt(1)): running})
+
+    assert (job.running, job.progressed.is_set(), job.computed_upto) == (running, True, 0)
+
+
 def test_a_prompt_is_computed_sent_and_gone(table: Table) -> None:
     """PrefillDone at the last chunk; the blocks stay until decode has acknowledged everything."""
     key = table.prefill()
     (job,) = table.senders.jobs
     assert isinstance(table.engine.commands[0], AddPrompt)
-    assert job.sendable_upto(4) == 0
     table.step(chunk(key, 0, 6))
     assert job.progressed.is_set()
-    assert job.sendable_upto(4) == 4
+    assert job.computed_upto == 6
     assert table.service.heartbeat().queued_prompt_tokens == 4
     table.step(chunk(key, 6, 10, is_last=True))
-    assert (job.sendable_upto(4), job.first_token, job.computed.is_set()) == (10, FIRST, True)
+    assert (job.computed_upto, job.first_token, job.computed.is_set()) == (10, FIRST, True)
     assert table.events.names() == ["prefill_done"]
     assert table.pool.num_free == 1
     table.service.sent(job)

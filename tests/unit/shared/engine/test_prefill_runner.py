@@ -1,6 +1,7 @@
 """Tests of `shared.engine.prefill_runner`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from shared.domain.errors import ErrorCode
 from shared.domain.ids import Attempt, BlockId, RequestId, RequestKey, TokenId
@@ -9,6 +10,7 @@ from shared.domain.sampling import SamplingParams
 from shared.engine.executor import DecodeRow, PrefillChunk, SampledToken, SequenceFault
 from shared.engine.prefill_runner import AddPrompt, ChunkDone, DropPrompt, PrefillRunner, PrefillStep
 from shared.kv.block_table import BlockTable
+from shared.kv.frame_plan import LayersDone
 from shared.kv.layout import KvLayout
 
 FAULT = SequenceFault(ErrorCode.KV_CORRUPT, "as told")
@@ -45,6 +47,8 @@ class _Executor:
         self, chunks: Sequence[PrefillChunk], on_layers: Callable[[int], None] | None = None
     ) -> list[SampledToken | SequenceFault | None]:
         self.steps.append([(chunk.key.request_id, chunk.start, chunk.end) for chunk in chunks])
+        if on_layers is not None:
+            on_layers(1)
         if self.is_broken:
             raise MemoryError
         return [
@@ -205,3 +209,32 @@ def test_a_broken_step_fails_its_members_only() -> None:
         key: fault.code for key, fault in report.faults.items()
     }
     assert {_key("c"): _sampled(104)} == after.first_tokens
+
+
+def test_a_cached_start_leaves_the_borders_where_they_are() -> None:
+    """With 8 of 14 tokens there already, the first chunk is [8, 12); only what is computed counts."""
+    executor = _Executor()
+    runner = _runner(executor, token_budget=4)
+    runner.apply(replace(_add("a", 14), start=8))
+
+    first, second = _step(runner), _step(runner)
+
+    assert [[("a", 8, 12)], [("a", 12, 14)]] == executor.steps
+    assert (4, 2, {_key("a"): _sampled(114)}) == (first.num_tokens, second.num_tokens, second.first_tokens)
+
+
+def test_layers_are_told_of_every_chunk_of_the_step() -> None:
+    """Within the step, with the position that each chunk will end at, and whether it ends its prompt."""
+    executor = _Executor()
+    told: list[Mapping[RequestKey, LayersDone]] = []
+    runner = PrefillRunner(executor, token_budget=8, max_sequences=8, tell_layers=told.append)
+    for name, num_tokens in (("a", 10), ("b", 4)):
+        runner.apply(_add(name, num_tokens))
+    _step(runner)
+
+    assert [
+        {
+            _key("a"): LayersDone(token_end=4, num_layers=1, is_last=False),
+            _key("b"): LayersDone(token_end=4, num_layers=1, is_last=True),
+        }
+    ] == told

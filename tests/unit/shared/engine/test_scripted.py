@@ -67,6 +67,28 @@ def _prefill(executor: ScriptedExecutor, key: RequestKey, spec: RequestSpec, tab
     return _bare(result)
 
 
+def test_half_of_the_layers_are_there_when_they_are_told() -> None:
+    """The others are written when the step ends; then everything is as without anyone who listens."""
+    executor, memory = _executor()
+    silent, expected = _executor()
+    key, spec = _key(), _spec({"pieces": ["a"]})
+    table = _table(spec)
+    _prefill(silent, key, spec, table)
+    (end,) = executor.chunk_ends(key, spec)
+    chunk = PrefillChunk(key=key, spec=spec, block_table=table, start=0, end=end, is_last=True)
+    seen: list[tuple[int, bool, bool]] = []
+
+    def on_layers(num_layers: int) -> None:
+        are, wanted = digest_words(memory), digest_words(expected)
+        early = np.array_equal(are[:, :num_layers], wanted[:, :num_layers])
+        seen.append((num_layers, early, bool(are[:, num_layers:].any())))
+
+    executor.prefill([chunk], on_layers)
+
+    assert [(2, True, False)] == seen
+    assert np.array_equal(expected.data, memory.data)
+
+
 def _bare(result: SampledToken | SequenceFault | None) -> object:
     return result.token_id if isinstance(result, SampledToken) else result
 

@@ -224,3 +224,26 @@ async def test_start_twice_is_a_bug() -> None:
     with pytest.raises(RuntimeError, match="started before"):
         harness.loop.start()
     await harness.loop.stop()
+
+
+async def test_what_a_step_tells_comes_before_its_report() -> None:
+    """In the order of telling, on the event loop; after a stop nothing more."""
+    harness = _Harness()
+    heard: list[str] = []
+    step = harness.runner.step
+
+    def telling_step() -> str | None:
+        report = step()
+        if report is not None:
+            harness.loop.tell(harness.reports.put_nowait, f"half of {report}")
+            harness.loop.tell(heard.append, report)
+        return report
+
+    harness.runner.step = telling_step
+    harness.loop.start()
+    harness.loop.submit(2)
+    reports = await harness.take(5)
+    await harness.loop.stop()
+
+    assert ["answer 2", "half of step 1", "step 1", "half of step 2", "step 2"] == reports
+    assert ["step 1", "step 2"] == heard
