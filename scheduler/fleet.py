@@ -91,8 +91,8 @@ class Worker:
 
     @property
     def free_blocks(self) -> int:
-        """As told, less what was commanded later; before the first heartbeat what our own books leave."""
-        told = self.facts.num_blocks if self.capacity is None else self.capacity.blocks.get("free", 0)
+        """As told, cached ones too, less what was commanded later; before the first heartbeat what our books leave."""
+        told = self.facts.num_blocks if self.capacity is None else self.capacity.available_blocks
         return max(0, told - sum(job.num_blocks for job in self._jobs_unseen()))
 
     @property

@@ -126,7 +126,7 @@ def _decode_has_room(worker: Worker, waiter: Waiter, now: float) -> bool:
         has_more = (
             worker.capacity is not None
             and worker.capacity_at > refused_at
-            and worker.capacity.blocks.get("free", 0) > free_then
+            and worker.capacity.available_blocks > free_then
         )
         if not has_more and now - refused_at < REFUSAL_MEMORY_S:
             return False

@@ -81,6 +81,11 @@ class Capacity:
     is_busy: bool = False
     is_draining: bool = False
 
+    @property
+    def available_blocks(self) -> int:
+        """What a reservation can get: cached blocks give way to it."""
+        return self.blocks.get("free", 0) + self.blocks.get("cached", 0)
+
 
 class WorkerState(StrEnum):
     """STARTING: said hello, owes an inventory or releases of an earlier life. LOST: given up until its next hello."""

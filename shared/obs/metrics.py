@@ -29,6 +29,8 @@ TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"  # OpenTelemetry's own
 REFUSED_TOTAL = "firsttoken_refused_total"
 ACTIVE_STREAMS = "firsttoken_active_streams"
 OUTBOX_TOKENS = "firsttoken_outbox_tokens"
+PREFIX_CACHE_TOKENS_TOTAL = "firsttoken_prefix_cache_tokens_total"
+PREFIX_CACHE_EVICTIONS_TOTAL = "firsttoken_prefix_cache_evictions_total"
 IGNORED_FIELDS_TOTAL = "firsttoken_ignored_fields_total"
 
 # 1 ms to 10 s: a release takes one decode step (tens of ms) or, at worst, one prefill chunk of a large model.
@@ -121,6 +123,14 @@ class Metrics:
         self.tokens_computed = Counter(
             meter.create_counter(TOKENS_COMPUTED_TOTAL, description="Tokens that went through the model"), of_role
         )
+        self._prefix_cache_tokens = LabelledCounter(
+            meter.create_counter(PREFIX_CACHE_TOKENS_TOTAL, description="Prompt tokens looked up in the prefix cache"),
+            "result",
+        )
+        self._prefix_cache_evictions = Counter(
+            meter.create_counter(PREFIX_CACHE_EVICTIONS_TOTAL, description="Cached blocks that gave way to new ones"),
+            of_role,
+        )
         self.cancel_release_seconds = Histogram(
             meter.create_histogram(
                 CANCEL_RELEASE_SECONDS,
@@ -154,6 +164,13 @@ class Metrics:
         self._registry.register(ZeroHistogram(self.step_sequences, STEP_SEQUENCES, _SEQUENCES_BUCKETS, of_role))
         labels = {"role": self.role, "worker": self.name}
         self._gauge(KV_BLOCKS, "Blocks of the KV pool", provider, labels, "state")
+        self.prefix_looked_up(num_hit=0, num_missed=0, num_evicted=0)
+
+    def prefix_looked_up(self, *, num_hit: int, num_missed: int, num_evicted: int) -> None:
+        """Tokens of one prompt that were found in the cache and not, and the blocks evicted since the last call."""
+        self._prefix_cache_tokens.add("hit", num_hit)
+        self._prefix_cache_tokens.add("miss", num_missed)
+        self._prefix_cache_evictions.add(num_evicted)
 
     def requests(self, provider: Callable[[], Mapping[str, int]]) -> None:
         """Live state -> requests, asked at each scrape. Call once, in the scheduler: ends and releases count from 0."""

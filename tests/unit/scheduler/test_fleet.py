@@ -39,7 +39,7 @@ def test_free_blocks_are_as_told_less_what_was_commanded_later() -> None:
     worker.capacity = Capacity(commands_seen=0, blocks={"free": 9})
     worker.command(KEY, ReserveJob(spec=make_spec(prompt=20, max_tokens=12)))
     assert 7 == worker.free_blocks
-    worker.capacity = Capacity(commands_seen=1, blocks={"free": 7})
+    worker.capacity = Capacity(commands_seen=1, blocks={"free": 3, "cached": 4, "active": 2})
     assert 7 == worker.free_blocks
     worker.book(OTHER, make_spec("r2", prompt=16, max_tokens=1))
     assert 5 == worker.free_blocks

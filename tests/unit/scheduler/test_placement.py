@@ -104,6 +104,9 @@ def test_a_refusal_is_remembered_until_more_blocks_are_told_later() -> None:
     assert ("p", "d") == chosen(asked, [prefill()], [refuser])
     asked.refusals[refuser.worker_id] = (8, 99.0)
     assert None is chosen(asked, [prefill()], [refuser])
+    refuser.capacity = Capacity(blocks={"free": 7, "cached": 2})
+    assert ("p", "d") == chosen(asked, [prefill()], [refuser])
+    refuser.capacity = Capacity(blocks={"free": 8})
     asked.refusals[refuser.worker_id] = (8, 95.0)
     assert ("p", "d") == chosen(asked, [prefill()], [refuser])
 

@@ -33,11 +33,16 @@ def test_worker_series_have_exactly_their_names_and_labels() -> None:
     metrics.tokens_computed.add(6)
     metrics.step_sequences.record(3)
     metrics.refused_total.add("stale_epoch")
+    metrics.prefix_looked_up(num_hit=32, num_missed=9, num_evicted=1)
+    metrics.prefix_looked_up(num_hit=0, num_missed=7, num_evicted=2)
 
     assert sorted(lines_of(metrics)) == [
         'firsttoken_kv_blocks{role="decode",state="active",worker="decode-0"} 1.0',
         'firsttoken_kv_blocks{role="decode",state="free",worker="decode-0"} 3.0',
         'firsttoken_outbox_tokens{worker="decode-0"} 7.0',
+        'firsttoken_prefix_cache_evictions_total{role="decode"} 3.0',
+        'firsttoken_prefix_cache_tokens_total{result="hit"} 32.0',
+        'firsttoken_prefix_cache_tokens_total{result="miss"} 16.0',
         'firsttoken_refused_total{kind="stale_epoch"} 1.0',
         'firsttoken_step_sequences_count{role="decode"} 1.0',
         'firsttoken_step_sequences_sum{role="decode"} 3.0',
@@ -57,6 +62,8 @@ def test_types_are_declared() -> None:
     assert types == {
         "# TYPE firsttoken_active_streams gauge",
         "# TYPE firsttoken_cancel_release_seconds histogram",
+        "# TYPE firsttoken_prefix_cache_evictions_total counter",
+        "# TYPE firsttoken_prefix_cache_tokens_total counter",
         "# TYPE firsttoken_requests gauge",
         "# TYPE firsttoken_requests_total counter",
         "# TYPE firsttoken_step_sequences histogram",
