@@ -10,6 +10,7 @@ from shared.domain.worker import KvTarget
 from shared.engine.executor import SampledToken
 from shared.kv.block_table import BlockTable
 from shared.kv.frame_plan import LayersDone
+from shared.kv.prefix_cache import CHAIN_START
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +36,10 @@ class PrefillJob:
     blocks: tuple[BlockId, ...] = ()  # none while it waits for them, and none after the end
     block_table: BlockTable | None = None
     is_in_engine: bool = False
-    computed_upto: int = 0
+    cached_tokens: int = 0  # at the beginning of the prompt: their KV was there, nothing computes it
+    computed_upto: int = 0  # positions whose KV is there
+    indexed_upto: int = 0  # positions whose blocks others can find
+    last_link: bytes = CHAIN_START  # of those
     running: LayersDone | None = None  # how far the chunk behind `computed_upto` was, when last told
     first_token: SampledToken | None = None
     num_reads: int = 0  # of its blocks, by the copy thread, that have not returned
@@ -57,6 +61,11 @@ class PrefillJob:
     def is_settled(self) -> bool:
         """Over, and nothing touches its blocks any more."""
         return self.is_over and not self.is_in_engine and self.num_reads == 0
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that the engine has computed."""
+        return self.computed_upto - self.cached_tokens
 
     @property
     def remaining_tokens(self) -> int:

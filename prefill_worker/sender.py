@@ -213,6 +213,7 @@ class TransferSenders:
             receiver_incarnation=job.target.incarnation,
             token_id=job.first_token.token_id,
             logprobs=None if job.first_token.logprobs is None else logprobs_to_wire(job.first_token.logprobs),
+            cached_tokens=job.cached_tokens,
         )
 
 

@@ -23,6 +23,7 @@ from shared.kv.block_pool import BlockPool
 from shared.kv.block_table import BlockTable
 from shared.kv.frame_plan import LayersDone
 from shared.kv.layout import KvLayout
+from shared.kv.prefix_cache import PrefixCache
 from shared.obs.metrics import Metrics
 from shared.transfer.tombstones import Tombstones
 from shared.wire import scheduler_pb2
@@ -70,6 +71,7 @@ class PrefillService:
     ) -> None:
         self._layout = layout
         self._pool = pool
+        self._prefixes = PrefixCache(pool, layout.block_size)
         self._max_sequences = max_sequences
         self._clock = clock
         self._metrics = metrics
@@ -175,23 +177,58 @@ class PrefillService:
         """The oldest first, and none past it: a long prompt must not starve."""
         while self._waiting:
             job = self._waiting[0]
-            if not job.is_over:
-                blocks = self._pool.reserve(self._layout.num_blocks_for(job.spec.num_prompt_tokens))
-                if blocks is None:
-                    return
-                self._start(job, BlockTable(blocks, self._layout.block_size))
+            if not job.is_over and not self._start(job):
+                return
             self._waiting.popleft()
 
-    def _start(self, job: PrefillJob, block_table: BlockTable) -> None:
-        self._pool.activate(block_table.block_ids)
-        job.blocks = block_table.block_ids
-        job.block_table = block_table
+    def _start(self, job: PrefillJob) -> bool:
+        """Takes the blocks whose KV is cached and new ones for the rest; False and no change when there are too few.
+
+        The last token of a prompt is always computed: output token 1 comes of it.
+        """
+        spec = job.spec
+        cached = self._prefixes.match(spec.prompt_ids, salt=spec.kv_salt, max_tokens=spec.num_prompt_tokens - 1)
+        new = self._pool.reserve(self._layout.num_blocks_for(spec.num_prompt_tokens) - len(cached))
+        if new is None:
+            self._pool.free(cached)
+            return False
+        self._pool.activate(new)
+        job.blocks = (*cached, *new)
+        job.block_table = BlockTable(job.blocks, self._layout.block_size)
+        job.cached_tokens = job.computed_upto = len(cached) * self._layout.block_size
+        if cached:
+            job.progressed.set()  # they may leave at once
         job.is_in_engine = True
         job.moments.started_at = self._clock.monotonic()
-        self._engine.submit(
-            AddPrompt(key=job.key, spec=job.spec, block_table=block_table, wants_token=job.num_delivered == 0)
+        self._metrics.prefix_looked_up(
+            num_hit=job.cached_tokens,
+            num_missed=spec.num_prompt_tokens - job.cached_tokens,
+            num_evicted=self._prefixes.take_evictions(),
         )
-        self._log.debug("prefill started", key=str(job.key), blocks=len(job.blocks))
+        self._engine.submit(
+            AddPrompt(
+                key=job.key,
+                spec=spec,
+                block_table=job.block_table,
+                start=job.cached_tokens,
+                wants_token=job.num_delivered == 0,
+            )
+        )
+        self._log.debug("prefill started", key=str(job.key), blocks=len(job.blocks), cached_tokens=job.cached_tokens)
+        return True
+
+    def _index(self, job: PrefillJob) -> None:
+        """Whole blocks of the prompt can be found as soon as they are computed; nothing writes into them any more."""
+        size = self._layout.block_size
+        first, end = job.indexed_upto // size, job.computed_upto // size
+        if end > first:
+            job.last_link = self._prefixes.insert(
+                job.spec.prompt_ids[first * size : end * size],
+                salt=job.spec.kv_salt,
+                block_ids=job.blocks[first:end],
+                after=job.last_link,
+            )
+            job.indexed_upto = end * size
 
     def _let_go(self, key: RequestKey, epoch: Epoch) -> None:
         job = self._jobs.get(key)
@@ -217,6 +254,7 @@ class PrefillService:
         for chunk in step.chunks:
             job = self._jobs[chunk.key]
             job.computed_upto = chunk.end
+            self._index(job)
             if chunk.is_last:
                 job.is_in_engine = False
                 self._computed(job, step)
@@ -246,8 +284,8 @@ class PrefillService:
         if job.is_over:  # its DropPrompt was on the way
             self._settle(job)
             return
-        self._log.debug("prefill computed", key=str(job.key), tokens=job.computed_upto)
-        self._events.post(worker_events.prefill_done(job.key, job.epoch, computed_tokens=job.computed_upto))
+        self._log.debug("prefill computed", key=str(job.key), tokens=job.computed_tokens)
+        self._events.post(worker_events.prefill_done(job.key, job.epoch, computed_tokens=job.computed_tokens))
 
     def on_engine_dead(self) -> None:
         """No step will ever touch a block again: what is not computed fails, what is computed is still sent."""
@@ -311,11 +349,11 @@ class PrefillService:
         if job.release_epoch is not None:
             self._events.post(
                 worker_events.released(
-                    job.key, job.release_epoch, blocks_freed=freed, computed_tokens=job.computed_upto
+                    job.key, job.release_epoch, blocks_freed=freed, computed_tokens=job.computed_tokens
                 )
             )
         del self._jobs[job.key]
-        self._tombstones.bury(job.key, self._clock.monotonic(), computed_tokens=job.computed_upto)
+        self._tombstones.bury(job.key, self._clock.monotonic(), computed_tokens=job.computed_tokens)
         self._log.info(
             "attempt ended",
             request_id=job.key.request_id,
@@ -323,7 +361,8 @@ class PrefillService:
             outcome="failed" if job.error else "sent" if job.is_sent else "aborted",
             code=job.error.code.value if job.error else None,
             prompt_tokens=job.spec.num_prompt_tokens,
-            computed_tokens=job.computed_upto,
+            cached_tokens=job.cached_tokens,
+            computed_tokens=job.computed_tokens,
             kv_bytes=job.sent_bytes,
             blocks_freed=freed,
             **job.phases_ms(),

@@ -2,7 +2,7 @@
 
 A block is known by a digest that is chained over all blocks before it and keyed by the request's salt:
 
-    link 0 = ""      link n = blake2b(link n-1 | token ids of block n, key = salt)
+    link 0 = zeros      link n = blake2b(link n-1 | token ids of block n, key = salt)
 
 so equal links mean equal tokens from position 0 on, under the same salt. A hit does not rely on the digest: the block's
 token ids and the link before it are compared, which block by block is the whole beginning of the prompt.
@@ -18,7 +18,7 @@ from shared.domain.ids import BlockId, TokenId
 from shared.kv.block_pool import BlockPool
 
 _LINK_BYTES = 16  # collisions by chance are out of the question, and one made on purpose fails the comparison
-_START = bytes(_LINK_BYTES)
+CHAIN_START = bytes(_LINK_BYTES)
 
 
 class PrefixCache:
@@ -36,8 +36,7 @@ class PrefixCache:
         # each at most.
         self._links: npt.NDArray[np.uint8] = np.zeros((pool.num_blocks, 2, _LINK_BYTES), dtype=np.uint8)
         self._tokens: npt.NDArray[np.uint32] = np.zeros((pool.num_blocks, block_size), dtype=np.uint32)
-        self.num_evicted = 0
-        """Blocks whose content was given up since the start."""
+        self._num_evicted = 0
         pool.watch_evictions(self._forget)
 
     def __len__(self) -> int:
@@ -50,7 +49,7 @@ class PrefixCache:
         The caller becomes a holder of each: he reads them, never writes, and frees them like his own.
         """
         found: list[BlockId] = []
-        link = _START
+        link = CHAIN_START
         for piece in self._pieces(token_ids[: max(max_tokens, 0)]):
             before, link = link, _next_link(link, piece, salt)
             block_id = self._blocks.get(link)
@@ -61,7 +60,7 @@ class PrefixCache:
         return tuple(found)
 
     def insert(
-        self, token_ids: Sequence[TokenId], *, salt: int, block_ids: Sequence[BlockId], after: bytes = _START
+        self, token_ids: Sequence[TokenId], *, salt: int, block_ids: Sequence[BlockId], after: bytes = CHAIN_START
     ) -> bytes:
         """Make active blocks findable: the n-th holds the n-th `block_size` of these tokens, all whole and computed.
 
@@ -81,6 +80,11 @@ class PrefixCache:
                 self._tokens[block_id] = np.frombuffer(piece, dtype=np.uint32)
                 self._links[block_id] = np.frombuffer(before + link, dtype=np.uint8).reshape(2, _LINK_BYTES)
         return link
+
+    def take_evictions(self) -> int:
+        """How many blocks' content was given up since the last call."""
+        taken, self._num_evicted = self._num_evicted, 0
+        return taken
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless pool and index agree, and every block is filed under what it holds."""
@@ -107,7 +111,7 @@ class PrefixCache:
 
     def _forget(self, block_id: BlockId) -> None:
         del self._blocks[self._links[block_id, 1].tobytes()]
-        self.num_evicted += 1
+        self._num_evicted += 1
 
 
 def _next_link(link: bytes, piece: bytes, salt: int) -> bytes:

@@ -52,6 +52,7 @@ class FakeDecode(kv_pb2_grpc.KvTransferServicer):
         self.reject_with: RejectCode | None = None
         self.first_token_answers: list[RejectCode | None] = []
         self.num_first_tokens = 0
+        self.cached_tokens = 0
         self.refuses_hello = False
         self.frames: list[list[FrameRange]] = []
         self.num_keep_alives = 0
@@ -70,6 +71,7 @@ class FakeDecode(kv_pb2_grpc.KvTransferServicer):
     async def FirstToken(self, request: kv_pb2.FirstTokenRequest, context: object) -> kv_pb2.FirstTokenReply:
         """The next of the answers; accepted when they have run out."""
         self.num_first_tokens += 1
+        self.cached_tokens = request.cached_tokens
         code = self.first_token_answers.pop(0) if self.first_token_answers else None
         return kv_pb2.FirstTokenReply(rejected=reject_to_wire(code))
 
@@ -247,6 +249,7 @@ def tokens(*frames: tuple[int, int]) -> list[FrameRange]:
 async def test_frames_leave_as_chunks_are_computed() -> None:
     """Whole blocks at once, the partly filled one when the prompt is computed; the job ends when all is acknowledged."""
     async with bench() as b:
+        b.job.cached_tokens = 4
         b.senders.start(b.job)
         b.compute(6)
         await b.decode.until(lambda: b.decode.frames == [tokens((0, 4))])
@@ -255,7 +258,7 @@ async def test_frames_leave_as_chunks_are_computed() -> None:
 
         assert await b.end() == ["sent"]
         assert b.decode.frames == [tokens((0, 4), (4, 10))]
-        assert (b.decode.num_hellos, b.decode.num_first_tokens) == (1, 1)
+        assert (b.decode.num_hellos, b.decode.num_first_tokens, b.decode.cached_tokens) == (1, 1, 4)
         assert b.job.sent_bytes == 3 * LAYOUT.block_bytes
 
 

@@ -63,15 +63,28 @@ class Table:
         self.service.handle_command(message, Epoch(5))
         return key
 
-    def prefill(self, name: str = "r", *, num_prompt_tokens: int = 10) -> RequestKey:
-        """A prompt; ten tokens take three of the four blocks."""
+    def prefill(
+        self, name: str = "r", *, num_prompt_tokens: int = 10, salt: int = 0, num_delivered: int = 0
+    ) -> RequestKey:
+        """A prompt; ten tokens take three of the four blocks. All prompts of one salt begin alike."""
         spec = RequestSpec(
             request_id=RequestId(name),
             prompt_ids=tuple(TokenId(token) for token in range(num_prompt_tokens)),
             max_tokens=5,
             sampling=SamplingParams(seed=1),
+            kv_salt=salt,
         )
-        return self.command(name, prefill=scheduler_pb2.Prefill(spec=spec_to_wire(spec)))
+        prefill = scheduler_pb2.Prefill(spec=spec_to_wire(spec), num_delivered=num_delivered)
+        return self.command(name, prefill=prefill)
+
+    def compute(self, name: str, *, num_prompt_tokens: int = 10, salt: int = 0) -> tuple[PrefillJob, int]:
+        """A prompt from its command to its last acknowledgement; the job, and where the engine was told to start."""
+        key = self.prefill(name, num_prompt_tokens=num_prompt_tokens, salt=salt)
+        job, command = self.senders.jobs[-1], self.engine.commands[-1]
+        assert isinstance(command, AddPrompt)
+        self.step(chunk(key, command.start, num_prompt_tokens, is_last=True))
+        self.service.sent(job)
+        return job, command.start
 
     def abort(self, name: str = "r") -> None:
         """Abort it."""
@@ -131,10 +144,10 @@ def test_a_prompt_is_computed_sent_and_gone(table: Table) -> None:
     table.step(chunk(key, 6, 10, is_last=True))
     assert (job.computed_upto, job.first_token, job.computed.is_set()) == (10, FIRST, True)
     assert table.events.names() == ["prefill_done"]
-    assert table.pool.num_free == 1
+    assert table.pool.num_available == 1
     table.service.sent(job)
 
-    assert table.pool.num_free == 4
+    assert table.pool.num_available == 4
     assert table.service.is_idle
     assert table.events.names() == ["prefill_done"]
     table.abort()
@@ -144,7 +157,7 @@ def test_a_prompt_is_computed_sent_and_gone(table: Table) -> None:
 
 def test_prompts_wait_for_blocks_in_their_order(table: Table) -> None:
     """A small one does not pass a large one that waits; each is given to its sender at once, to hold its reservation."""
-    first, second, third = (table.prefill(name) for name in ("first", "second", "third"))
+    first, second, third = (table.prefill(name, salt=salt) for salt, name in enumerate(("first", "second", "third")))
     assert [job.key for job in table.senders.jobs] == [first, second, third]
     assert [command.key for command in table.engine.commands] == [first]
     table.service.dropped(table.senders.jobs[1])
@@ -167,7 +180,7 @@ def test_an_abort_waits_for_the_engine_and_for_reads(table: Table) -> None:
     assert table.engine.commands[1:] == [DropPrompt(key=key)]
     table.step(dropped=(key,))
     assert table.events.names() == []
-    assert table.pool.num_free == 1
+    assert table.pool.num_available == 1
     table.service.read_returned(job)
 
     assert table.events.names() == ["released"]
@@ -199,7 +212,7 @@ def test_the_end_of_a_transfer_is_told_unless_decode_has_told_it(table: Table, i
         table.service.dropped(job)
 
     assert table.events.names() == ["prefill_done", *(["attempt_failed"] if is_told else [])]
-    assert table.pool.num_free == 4
+    assert table.pool.num_available == 4
 
 
 def test_a_fault_fails_its_prompt_alone(table: Table) -> None:
@@ -212,7 +225,7 @@ def test_a_fault_fails_its_prompt_alone(table: Table) -> None:
         ("good", "prefill_done"),
         ("bad", "attempt_failed"),
     ]
-    assert table.pool.num_free == 3
+    assert table.pool.num_available == 3
 
 
 def test_what_cannot_be_taken_is_refused_with_a_reason(table: Table) -> None:
@@ -272,3 +285,84 @@ def test_heartbeat_and_inventory_tell_what_is_held(table: Table) -> None:
     assert dict(heartbeat.blocks) == {"free": 3, "reserved": 0, "active": 1, "cached": 0, "quarantined": 0}
     assert dict(heartbeat.sequences) == {"waiting_kv": 0, "running": 1, "parked": 0, "preempted": 0, "done": 0}
     assert inventory == {"held": "running", "ended": "done"}
+
+
+def test_a_prompt_is_computed_behind_what_is_cached(table: Table) -> None:
+    """10 tokens in blocks of 4: nothing, then two blocks; the blocks are the same ones, and may leave at once."""
+    first, start = table.compute("first")
+    assert (start, first.cached_tokens, first.computed_tokens) == (0, 0, 10)
+    assert dict(table.service.heartbeat().blocks) == {
+        "free": 2, "reserved": 0, "active": 0, "cached": 2, "quarantined": 0
+    }  # fmt: skip
+    key = table.prefill("second")
+    second, command = table.senders.jobs[-1], table.engine.commands[-1]
+    assert isinstance(command, AddPrompt)
+    assert (command.start, second.cached_tokens, second.computed_upto) == (8, 8, 8)
+    assert second.progressed.is_set()
+    assert command.block_table.block_ids[:2] == (0, 1)
+    assert table.service.heartbeat().queued_prompt_tokens == 2
+    table.step(chunk(key, 8, 10, is_last=True))
+    table.service.sent(second)
+    table.abort("second")
+
+    done = [event.prefill_done.computed_tokens for event in table.events.posted if event.HasField("prefill_done")]
+    assert done == [10, 2]
+    assert table.events.posted[-1].released.computed_tokens == 2
+    assert table.service.heartbeat().blocks["cached"] == 2
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "expected"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
+def test_the_last_token_is_always_computed(table: Table, num_prompt_tokens: int, expected: int) -> None:
+    """Of a prompt that is cached whole, at least its last token, and with it its last block."""
+    table.compute("first", num_prompt_tokens=16)
+    assert table.compute("second", num_prompt_tokens=num_prompt_tokens)[1] == expected
+
+
+def test_salts_do_not_mix(table: Table) -> None:
+    """First use under each salt: nothing is cached; second: it is (PFX-01)."""
+    starts = [
+        table.compute(f"r{number}", num_prompt_tokens=5, salt=salt)[1] for number, salt in enumerate((1, 2, 0) * 2)
+    ]
+    assert starts == [0, 0, 0, 4, 4, 4]
+
+
+def test_blocks_can_be_found_while_their_prompt_goes_on(table: Table) -> None:
+    """And they stay for the second prompt when the first one is aborted."""
+    first = table.prefill("first")
+    table.step(chunk(first, 0, 6))
+    table.prefill("second", num_prompt_tokens=6)
+    command = table.engine.commands[-1]
+    assert isinstance(command, AddPrompt)
+    assert (command.start, command.block_table.block_ids[0]) == (4, 0)
+    table.abort("first")
+    table.step(dropped=(first,))
+
+    assert dict(table.service.heartbeat().blocks) == {
+        "free": 2, "reserved": 0, "active": 2, "cached": 0, "quarantined": 0
+    }  # fmt: skip
+    table.pool.check_integrity()
+
+
+def test_cached_blocks_give_way_to_a_prompt_that_needs_them(table: Table) -> None:
+    """One that waits for blocks gives those that it found back, and looks again when it is its turn."""
+    table.compute("old", num_prompt_tokens=8)
+    running = table.prefill("running", num_prompt_tokens=12, salt=9)
+    table.prefill("waiting", num_prompt_tokens=9)
+    assert [type(command) for command in table.engine.commands] == [AddPrompt, AddPrompt]
+    table.pool.check_integrity()
+    table.step(chunk(running, 0, 12, is_last=True))
+    table.service.sent(table.senders.jobs[1])
+
+    command = table.engine.commands[-1]
+    assert isinstance(command, AddPrompt)
+    assert (command.key.request_id, command.start) == ("waiting", 4)
+    table.pool.check_integrity()
+
+
+def test_a_continued_answer_wants_no_token(table: Table) -> None:
+    """Its prompt is computed behind what is cached like any other."""
+    table.compute("first")
+    table.prefill("again", num_delivered=3)
+    command = table.engine.commands[-1]
+    assert isinstance(command, AddPrompt)
+    assert (command.start, command.wants_token) == (8, False)
