@@ -102,3 +102,17 @@ def test_layers_must_exist(start: int, end: int) -> None:
     """An empty or foreign layer range is refused."""
     with pytest.raises(ValueError, match="layers"):
         _filled().read(BLOCKS, layer_start=start, layer_end=end, num_tokens=8)
+
+
+def test_reading_into_a_buffer_is_reading() -> None:
+    """The same bytes, with zeros beyond the valid slots, and the pool as it was; a buffer of another size is refused."""
+    memory = _filled()
+    before = memory.data.copy()
+    expected = memory.read(BLOCKS, layer_start=1, layer_end=2, num_tokens=6)
+    payload = memoryview(bytearray(b"\xee" * len(expected)))
+    memory.read_into(payload, BLOCKS, layer_start=1, layer_end=2, num_tokens=6)
+
+    assert expected == bytes(payload)
+    assert np.array_equal(before, memory.data)
+    with pytest.raises(ValueError, match="payload has"):
+        memory.read_into(payload[1:], BLOCKS, layer_start=1, layer_end=2, num_tokens=6)
