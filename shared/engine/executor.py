@@ -124,8 +124,12 @@ class Executor(Protocol):
 def finish_reason(
     spec: RequestSpec, *, index: int, token_id: TokenId, eos_ids: Collection[TokenId]
 ) -> FinishReason | None:
-    """Whether output token `index` ends the sequence, and why; the end token wins over the length."""
-    if token_id in eos_ids and not spec.ignore_eos:
+    """Whether output token `index` ends the sequence, and why; the end token wins over the length.
+
+    End tokens are EOS, unless it is ignored, and the request's own; up to token `min_tokens` none of them ends it.
+    """
+    is_end = (token_id in eos_ids and not spec.ignore_eos) or token_id in spec.sampling.stop_token_ids
+    if is_end and index > spec.sampling.min_tokens:
         return FinishReason.STOP
     if index >= spec.max_tokens:
         return FinishReason.LENGTH

@@ -1,84 +1,80 @@
-"""Logits to a token id. The random number of output token i is Philox(key = seed, counter = i), whatever the batch."""
+"""Logits to tokens, for all rows of a step. The random number of output token i is Philox(key = seed, counter = i)."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.domain.errors import ErrorCode
-from shared.domain.ids import TokenId
-from shared.domain.sampling import SamplingParams
-from shared.engine.executor import SequenceFault
-
-# top_p looks at so many of the likeliest tokens before it sorts all: the first is enough for nearly every step of a
-# real model, and 20 times cheaper than sorting a vocabulary of 49,152.
-_NUM_LIKELY_TOKENS = (512, 8192)
-_DOUBLE_BITS = 53
+from shared.domain.ids import RequestKey, TokenId
+from shared.domain.request import RequestSpec
+from shared.engine.adjustments import LogitAdjustments
+from shared.engine.drawing import draw
+from shared.engine.executor import SampledToken, SequenceFault
+from shared.engine.logprobs import token_logprobs
 
 
-def sample(logits: npt.NDArray[np.float32], params: SamplingParams, index: int) -> TokenId | SequenceFault:
-    """Output token `index` (from 1) given the logits [vocab] of the position before it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRow:
+    """Output token `index` of a sequence is wanted; `outputs` are the tokens before it, and are not kept."""
 
-    Temperature 0 is argmax, ties to the lowest id. Else softmax(logits / temperature) in float64, cut to the `top_k`
-    likeliest (ties to the lowest ids), renormalised, cut to the fewest likeliest that hold `top_p` of it, and drawn by
-    inverse distribution. A row's result depends on its own arguments alone. Logits that are not finite are a fault.
+    key: RequestKey
+    spec: RequestSpec
+    index: int
+    outputs: Sequence[TokenId]
+
+
+class Sampler:
+    """A row's result depends on its own sequence alone, to the last bit: what is shared by the rows of a step is exact
+    (comparisons), all arithmetic is done row by row.
+
+    Keeps for a sequence what its penalties need, from its first token on (or its first after a replay) until `release`.
     """
-    if not np.isfinite(logits).all():
-        return SequenceFault(ErrorCode.INTERNAL, "the model gave a value that is no number")
-    if params.is_greedy:
-        return TokenId(int(np.argmax(logits)))
-    scaled = logits.astype(np.float64)
-    scaled -= scaled.max()
-    # Below the smallest double a temperature would divide to infinity: 1e-300 keeps exp() at 0 or 1, as the limit
-    # demands.
-    scaled /= max(params.temperature, 1e-300)
-    weights = np.exp(scaled)
-    ids = _kept(weights, params)
-    cumulative: npt.NDArray[np.float64] = np.cumsum(weights if ids is None else weights[ids])
-    total = float(cumulative[-1])
-    place = int(np.searchsorted(cumulative, uniform(params.seed, index) * total, side="right"))
-    # Rounding may put the drawn number on the very end: then the last token with any weight is meant.
-    place = min(place, int(np.searchsorted(cumulative, total, side="left")))
-    return TokenId(place if ids is None else int(ids[place]))
 
+    def __init__(self, eos_ids: Collection[TokenId]) -> None:
+        self._eos_ids = eos_ids
+        self._adjustments: dict[RequestKey, LogitAdjustments] = {}
 
-def uniform(seed: int, index: int) -> float:
-    """The number in [0, 1) of an output token: top 53 bits of the first word of Philox4x64-10 at counter `index`."""
-    # numpy steps its counter before it makes a block, so it starts one below.
-    word = int(np.random.Philox(key=seed, counter=index - 1).random_raw())
-    return (word >> (64 - _DOUBLE_BITS)) * 2.0**-_DOUBLE_BITS
+    def sample_batch(
+        self, logits: npt.NDArray[np.float32], rows: Sequence[SamplingRow]
+    ) -> list[SampledToken | SequenceFault]:
+        """One token a row from logits [rows, vocab], which are left as they are.
 
+        In this order: logit bias, penalties and `min_tokens` (`LogitAdjustments`), log probabilities, then at
+        temperature 0 argmax, ties to the lowest id, else a draw (`drawing.draw`). Logits that are not finite are a
+        fault of their row.
+        """
+        # A value that is no number shows in both; each is one pass that allocates nothing of the logits' size.
+        are_finite = np.isfinite(logits.min(axis=1)) & np.isfinite(logits.max(axis=1))
+        best_ids = logits.argmax(axis=1)
+        results: list[SampledToken | SequenceFault] = []
+        for row, its_logits, is_finite, best_id in zip(rows, logits, are_finite, best_ids, strict=True):
+            if is_finite:
+                results.append(self._sample(row, its_logits, int(best_id)))
+            else:
+                results.append(SequenceFault(ErrorCode.INTERNAL, "the model gave a value that is no number"))
+        return results
 
-def _kept(weights: npt.NDArray[np.float64], params: SamplingParams) -> npt.NDArray[np.int64] | None:
-    """Ids that may be drawn, likeliest first and ties by id; None for all of them in order of id."""
-    num_tokens = len(weights)
-    top_k = params.top_k if 0 < params.top_k < num_tokens else num_tokens
-    if top_k == num_tokens and params.top_p == 1.0:
-        return None
-    if top_k < num_tokens:
-        ids = _likeliest(weights, top_k)
-        return (
-            ids if params.top_p == 1.0 else ids[: _num_holding(weights[ids], params.top_p * float(weights[ids].sum()))]
-        )
-    wanted = params.top_p * float(weights.sum())
-    for count in _NUM_LIKELY_TOKENS:
-        if count < num_tokens:
-            ids = _likeliest(weights, count)
-            if (num_kept := _num_holding(weights[ids], wanted)) <= count:
-                return ids[:num_kept]
-    ids = _likeliest(weights, num_tokens)
-    return ids[: _num_holding(weights[ids], wanted)]
+    def release(self, key: RequestKey) -> None:
+        """Forget what is kept for a sequence; unknown keys are fine."""
+        self._adjustments.pop(key, None)
 
+    def _sample(self, row: SamplingRow, logits: npt.NDArray[np.float32], best_id: int) -> SampledToken | SequenceFault:
+        params = row.spec.sampling
+        if LogitAdjustments.are_needed(params, row.index):
+            logits = logits.copy()
+            self._adjustments_of(row, len(logits)).apply(logits, row.index, row.outputs)
+            best_id = int(logits.argmax())
+            if logits[best_id] == -np.inf:
+                return SequenceFault(ErrorCode.INVALID_REQUEST, "min_tokens: every token would end the answer")
+        token_id = TokenId(best_id) if params.is_greedy else draw(logits, params, row.index)
+        if params.top_logprobs is None:
+            return SampledToken(token_id=token_id)
+        return SampledToken(token_id=token_id, logprobs=token_logprobs(logits, token_id, params.top_logprobs))
 
-def _num_holding(falling: npt.NDArray[np.float64], wanted: float) -> int:
-    """How many of the first weights are needed to hold `wanted`; one more than there are when all are not enough."""
-    return int(np.searchsorted(np.cumsum(falling), wanted, side="left")) + 1
-
-
-def _likeliest(weights: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
-    """Exactly `count` ids by falling weight, ties by rising id."""
-    if count == len(weights):
-        return np.argsort(-weights, kind="stable")
-    threshold = np.partition(weights, len(weights) - count)[len(weights) - count]
-    above = np.flatnonzero(weights > threshold)
-    ties = np.flatnonzero(weights == threshold)[: count - len(above)]
-    ids = np.concatenate((above, ties))
-    return ids[np.lexsort((ids, -weights[ids]))]
+    def _adjustments_of(self, row: SamplingRow, vocab_size: int) -> LogitAdjustments:
+        known = self._adjustments.get(row.key)
+        if known is None:
+            known = self._adjustments[row.key] = LogitAdjustments(row.spec, self._eos_ids, vocab_size)
+        return known

@@ -1,116 +1,178 @@
-"""Tests of `shared.engine.sampler`."""
+"""Tests of `shared.engine.sampler`: a step of rows."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from shared.domain.errors import ErrorCode
+from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId
+from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
-from shared.engine.executor import SequenceFault
-from shared.engine.sampler import sample, uniform
+from shared.engine.drawing import draw
+from shared.engine.executor import SampledToken, SequenceFault
+from shared.engine.logprobs import token_logprobs
+from shared.engine.sampler import Sampler, SamplingRow
 
-MASK = (1 << 64) - 1
-
-
-def _philox4x64(counter: int, key: int) -> list[int]:
-    """Philox4x64-10 as Salmon, Moraes, Dror and Shaw (2011) define it."""
-    words = [(counter >> (64 * place)) & MASK for place in range(4)]
-    key_0, key_1 = key, 0
-    for _ in range(10):
-        product_0, product_1 = 0xD2E7470EE14C6C93 * words[0], 0xCA5A826395121157 * words[2]
-        words = [
-            (product_1 >> 64) ^ words[1] ^ key_0,
-            product_1 & MASK,
-            (product_0 >> 64) ^ words[3] ^ key_1,
-            product_0 & MASK,
-        ]
-        key_0, key_1 = (key_0 + 0x9E3779B97F4A7C15) & MASK, (key_1 + 0xBB67AE8584CAA73B) & MASK
-    return words
+EOS = TokenId(0)
+SEEDED: dict[str, Any] = {"seed": 1}
 
 
-def _logits(*values: float) -> npt.NDArray[np.float32]:
-    return np.array(values, dtype=np.float32)
+def _row(
+    name: str = "r", *, index: int = 1, prompt: Sequence[int] = (1,), outputs: Sequence[int] = (), **sampling: Any
+) -> SamplingRow:
+    spec = RequestSpec(
+        request_id=RequestId(name),
+        prompt_ids=tuple(map(TokenId, prompt)),
+        max_tokens=10_000,
+        sampling=SamplingParams(**(SEEDED | sampling)),
+    )
+    key = RequestKey(RequestId(name), Attempt(1))
+    return SamplingRow(key=key, spec=spec, index=index, outputs=list(map(TokenId, outputs)))
 
 
-def test_the_reference_is_philox() -> None:
-    """The known answer of the authors' own test vectors for counter 0 and key 0."""
-    expected = [0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B]
-
-    assert expected == _philox4x64(0, 0)
+def _matrix(*rows: Sequence[float]) -> npt.NDArray[np.float32]:
+    return np.array(rows, dtype=np.float32)
 
 
-@pytest.mark.parametrize(("seed", "index"), [(0, 1), (7, 1), (7, 2), (MASK, 1_000_000), (1 << 63, 12345)])
-def test_uniform_is_philox_at_key_and_counter(seed: int, index: int) -> None:
-    """The first word's top 53 bits, at counter = index and key = seed."""
-    assert (_philox4x64(index, seed)[0] >> 11) / 2**53 == uniform(seed, index)
+def _ids(results: Sequence[SampledToken | SequenceFault]) -> list[int]:
+    """Of results that are all tokens."""
+    return [int(result.token_id) for result in results if isinstance(result, SampledToken)]
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
-    """Temperature 0 is argmax; seed and index do not matter."""
-    logits = _logits(1, 5, 5, 4)
+    """Temperature 0 is argmax, row by row; seed and index do not matter."""
+    logits = _matrix([1, 5, 5, 4], [7, 7, 7, 7], [-3, -2, -1, -1])
+    rows = [_row(str(place), temperature=0, seed=place, index=place + 1) for place in range(3)]
 
-    assert {1} == {sample(logits, SamplingParams(temperature=0, seed=seed), seed + 1) for seed in range(20)}
+    assert [1, 0, 2] == _ids(Sampler({EOS}).sample_batch(logits, rows))
+
+
+def test_greedy_and_drawn_rows_share_a_step() -> None:
+    """Each row is what it would be by itself."""
+    logits = np.random.default_rng(5).normal(0, 2, (3, 900)).astype(np.float32)
+    rows = [_row("a", temperature=0), _row("b", seed=9, index=4), _row("c", seed=7, index=2, top_p=0.8)]
+
+    assert [
+        int(logits[0].argmax()),
+        draw(logits[1], rows[1].spec.sampling, 4),
+        draw(logits[2], rows[2].spec.sampling, 2),
+    ] == _ids(Sampler({EOS}).sample_batch(logits, rows))
 
 
 def test_the_logits_are_left_as_they_were() -> None:
-    """The caller's array is not scratch space."""
-    logits = _logits(1, 5, 2)
-    sample(logits, SamplingParams(seed=1), 1)
+    """The caller's array is not scratch space, also where a row is bent."""
+    logits = _matrix([1, 5, 2], [1, 5, 2])
+    rows = [_row("a"), _row("b", temperature=0, logit_bias=((TokenId(0), 9.0),), min_tokens=3)]
+    Sampler({EOS}).sample_batch(logits, rows)
 
-    assert [1, 5, 2] == logits.tolist()
-
-
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_top_k_keeps_exactly_k(top_k: int) -> None:
-    """Ties at the border go to the lowest ids."""
-    logits = _logits(0, 3, 3, 3, 1)
-    drawn = {sample(logits, SamplingParams(top_k=top_k, seed=9), index) for index in range(1, 200)}
-
-    assert set(range(1, 1 + top_k)) == drawn
+    assert [[1, 5, 2], [1, 5, 2]] == logits.tolist()
 
 
-def test_top_p_keeps_the_fewest_that_hold_it() -> None:
-    """Weights 5, 3, 2 of 10: 0.5 is held by one, 0.51 needs two, 0.81 all three."""
-    logits = np.log(np.array([2, 5, 3], dtype=np.float32))
-    drawn = {
-        top_p: {sample(logits, SamplingParams(top_p=top_p, seed=4), index) for index in range(1, 200)}
-        for top_p in (0.49, 0.51, 0.81)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_no_numbers_are_a_fault_of_their_row(bad: float, temperature: float) -> None:
+    """A broken row fails its own sequence, greedy or not; its neighbours get what they always get."""
+    good = [0.0, 90.0, 1.0]
+    rows = [_row(name, temperature=temperature) for name in "abc"]
+    before, broken, after = Sampler({EOS}).sample_batch(_matrix(good, [1.0, bad, 2.0], good), rows)
+
+    assert isinstance(broken, SequenceFault)
+    assert ErrorCode.INTERNAL is broken.code
+    assert [1, 1] == _ids([before, after])
+
+
+def test_no_rows_are_no_work() -> None:
+    """A step of prompts that are not at their end."""
+    assert [] == Sampler({EOS}).sample_batch(np.zeros((0, 5), dtype=np.float32), [])
+
+
+@pytest.mark.parametrize("kind", ["presence_penalty", "frequency_penalty"])
+def test_smp_02_the_prompt_is_not_punished_by_presence_and_frequency(kind: str) -> None:
+    """X = Y, X the lower id and in the prompt: X until it was generated, then Y."""
+    sampler = Sampler({EOS})
+    logits = _matrix([0, 5, 5, 0])
+    penalties: dict[str, Any] = {kind: 2.0, "temperature": 0.0}
+    (first,) = _ids(sampler.sample_batch(logits, [_row(prompt=(1, 1), **penalties)]))
+    (second,) = _ids(sampler.sample_batch(logits, [_row(prompt=(1, 1), index=2, outputs=[first], **penalties)]))
+
+    assert [1, 2] == [first, second]
+
+
+def test_smp_02_repetition_counts_the_prompt_from_the_first_token() -> None:
+    """X = Y, X in the prompt: Y at once, then X again, as both are in the sequence by then."""
+    sampler = Sampler({EOS})
+    logits = _matrix([0, 5, 5, 0])
+    (first,) = _ids(sampler.sample_batch(logits, [_row(repetition_penalty=2.0, temperature=0)]))
+    row = _row(index=2, outputs=[first], repetition_penalty=2.0, temperature=0)
+
+    assert [2, 1] == [first, *_ids(sampler.sample_batch(logits, [row]))]
+
+
+def test_split_roles_go_on_where_the_other_has_stopped() -> None:
+    """SMP-02: token 1 by one sampler, the others by another that is told the output: the tokens of one sampler."""
+    logits = np.random.default_rng(8).normal(0, 1, (12, 30)).astype(np.float32)
+    sampling: dict[str, Any] = {
+        "presence_penalty": 1.0,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "temperature": 0.5,
     }
 
-    assert {0.49: {1}, 0.51: {1, 2}, 0.81: {0, 1, 2}} == drawn
+    def answer(samplers: Sequence[Sampler]) -> list[int]:
+        outputs: list[int] = []
+        for place, sampler in enumerate(samplers):
+            row = _row(index=place + 1, prompt=(3, 4, 5), outputs=outputs, **sampling)
+            outputs += _ids(sampler.sample_batch(logits[place : place + 1], [row]))
+        return outputs
+
+    one, prefill, decode = Sampler({EOS}), Sampler({EOS}), Sampler({EOS})
+
+    assert answer([one] * 12) == answer([prefill, *[decode] * 11])
 
 
-def test_top_p_counts_within_top_k() -> None:
-    """Weights 5, 3, 2; of the likeliest two, 0.6 is held by the first alone (5 of 8)."""
-    logits = np.log(np.array([2, 5, 3], dtype=np.float32))
-    drawn = {sample(logits, SamplingParams(top_p=0.6, top_k=2, seed=4), index) for index in range(1, 200)}
+def test_min_tokens_puts_the_end_off() -> None:
+    """EOS and the request's own end token are the likeliest; neither comes before token 3."""
+    logits = _matrix([9, 1, 8, 2])
+    sampler = Sampler({EOS})
+    rows = [
+        _row(index=index, outputs=[3] * (index - 1), temperature=0, min_tokens=2, stop_token_ids=(TokenId(2),))
+        for index in (1, 2, 3)
+    ]
 
-    assert {1} == drawn
-
-
-@pytest.mark.parametrize("num_tokens", [2_000, 10_000])
-def test_a_wide_nucleus_is_exact(num_tokens: int) -> None:
-    """Equal tokens, 0.9 of them wanted: more than a first look takes, so the lowest 90 % of the ids and no other."""
-    logits = np.zeros(num_tokens, dtype=np.float32)
-    drawn = [sample(logits, SamplingParams(top_p=0.9, seed=4), index) for index in range(1, 200)]
-    highest = max(token for token in drawn if not isinstance(token, SequenceFault))
-
-    assert 0.85 * num_tokens <= highest < 0.9 * num_tokens
+    assert [3, 3, 0] == [token for row in rows for token in _ids(sampler.sample_batch(logits, [row]))]
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-10, 2.0])
-def test_extreme_temperatures_give_a_token(temperature: float) -> None:
-    """No overflow, no division by nothing: near 0 it is argmax, at 2 it is some token."""
-    logits = _logits(-80, 60, 20)
-    drawn = {sample(logits, SamplingParams(temperature=temperature, seed=3), index) for index in range(1, 50)}
+def test_nothing_but_end_tokens_is_a_fault() -> None:
+    """A vocabulary of which `min_tokens` leaves nothing."""
+    (result,) = Sampler({EOS}).sample_batch(_matrix([1, 2]), [_row(min_tokens=1, stop_token_ids=(TokenId(1),))])
 
-    assert {1} == drawn
+    assert isinstance(result, SequenceFault)
+    assert ErrorCode.INVALID_REQUEST is result.code
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_logits_that_are_no_numbers_are_a_fault(bad: float) -> None:
-    """A broken row fails its own sequence, greedy or not."""
-    for temperature in (0.0, 1.0):
-        result = sample(_logits(1, bad), SamplingParams(temperature=temperature, seed=3), 1)
-        assert isinstance(result, SequenceFault)
-        assert ErrorCode.INTERNAL is result.code
+def test_logprobs_are_of_the_bent_logits_before_temperature() -> None:
+    """The same at every temperature; None where nobody asked."""
+    logits = _matrix([1, 5, 2], [1, 5, 2], [1, 5, 2])
+    rows = [
+        _row("a", temperature=0, top_logprobs=2, logit_bias=((TokenId(2), 4.0),)),
+        _row("b", temperature=0.1, top_k=1, top_logprobs=2, logit_bias=((TokenId(2), 4.0),)),
+        _row("c", temperature=0),
+    ]
+    expected = token_logprobs(np.array([1, 5, 6], dtype=np.float32), TokenId(2), 2)
+    results = Sampler({EOS}).sample_batch(logits, rows)
+
+    assert [expected, expected, None] == [result.logprobs for result in results if isinstance(result, SampledToken)]
+
+
+def test_a_released_sequence_is_forgotten() -> None:
+    """The next one under its key begins anew: nothing of the old output is counted."""
+    sampler = Sampler({EOS})
+    logits = _matrix([0, 5, 5])
+    sampler.sample_batch(logits, [_row(index=2, outputs=[1], presence_penalty=2.0, temperature=0)])
+    sampler.release(_row().key)
+    sampler.release(_row("unknown").key)
+
+    assert [1] == _ids(sampler.sample_batch(logits, [_row(presence_penalty=2.0, temperature=0)]))

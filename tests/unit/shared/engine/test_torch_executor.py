@@ -7,7 +7,7 @@ from shared.domain.ids import Attempt, BlockId, RequestId, RequestKey, TokenId
 from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
 from shared.engine.executor import DecodeRow, PrefillChunk, SampledToken
-from shared.engine.sampler import sample
+from shared.engine.sampler import Sampler, SamplingRow
 from shared.engine.torch_executor import TorchExecutor
 from shared.kv.block_table import BlockTable
 from shared.kv.memory import KvMemory
@@ -137,10 +137,10 @@ def _one_pass(spec: RequestSpec) -> list[int]:
     for index in range(1, 13):
         memory = KvMemory(MODEL.layout(BLOCK_SIZE), NUM_BLOCKS)
         segment = Segment(token_ids=tokens, start=0, block_table=table.indices, want_logits=True)
-        (logits,) = MODEL.forward(memory, [segment])
-        token = sample(logits, spec.sampling, index)
-        assert isinstance(token, int)
-        tokens.append(token)
+        row = SamplingRow(key=_key(spec.request_id), spec=spec, index=index, outputs=())
+        (sampled,) = Sampler(frozenset()).sample_batch(MODEL.forward(memory, [segment]), [row])
+        assert isinstance(sampled, SampledToken)
+        tokens.append(sampled.token_id)
     return tokens[spec.num_prompt_tokens :]
 
 
