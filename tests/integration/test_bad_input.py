@@ -229,7 +229,7 @@ async def small_cluster(small_system: Cluster) -> AsyncGenerator[Cluster]:
 
 async def test_never_fits(small_cluster: Cluster) -> None:
     """SCH-01: what no pool can hold is refused at once with needed and available; the small one after it is served."""
-    blocks = (await small_cluster.status()).blocks["decode"]["free"]
+    blocks = sum((await small_cluster.status()).blocks["decode"].values())
     too_many = blocks * 16 + 1
 
     for stream in (False, True):
@@ -249,7 +249,7 @@ async def test_without_max_tokens_an_answer_takes_what_the_pool_has(small_cluste
 
 async def test_requests_wait_for_blocks(small_cluster: Cluster) -> None:
     """Three requests of which each needs most of the pool are served one after the other, each with its exact text."""
-    blocks = (await small_cluster.status()).blocks["decode"]["free"]
+    blocks = sum((await small_cluster.status()).blocks["decode"].values())
     script = counting(20, step_ms=5)
     body = script.body(max_tokens=blocks * 16 * 3 // 4)
 
@@ -261,7 +261,7 @@ async def test_requests_wait_for_blocks(small_cluster: Cluster) -> None:
 
 async def test_a_full_queue_sheds(small_cluster: Cluster) -> None:
     """One more than the queue holds gets 429 with Retry-After at once; those in the queue keep their places."""
-    blocks = (await small_cluster.status()).blocks["decode"]["free"]
+    blocks = sum((await small_cluster.status()).blocks["decode"].values())
     whole_pool = {"max_tokens": blocks * 16 * 3 // 4}
     async with AsyncExitStack() as stack:
         holder = await stack.enter_async_context(live(small_cluster, long_decode(), **whole_pool))

@@ -158,11 +158,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             await self._changed.wait()
 
     async def idle(self, worker_id: str, num_blocks: int) -> None:
-        """Waits for a heartbeat by which every block is free; the last one told, not an old one."""
+        """Waits for a heartbeat by which nobody holds a block; the last one told, not an old one."""
 
         def is_idle() -> bool:
             beats = [up.heartbeat for up in self.ups[worker_id] if up.WhichOneof("message") == "heartbeat"]
-            return bool(beats) and beats[-1].blocks["free"] == num_blocks
+            return bool(beats) and beats[-1].blocks["free"] + beats[-1].blocks["cached"] == num_blocks
 
         await self.until(is_idle)
 
