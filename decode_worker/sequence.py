@@ -7,7 +7,7 @@ from typing import Protocol
 
 from decode_worker.outbox import Outbox
 from decode_worker.reservations import Reservation
-from shared.domain.errors import ServingError
+from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId, TransferId
 from shared.domain.request import FinishReason, RequestSpec, SequenceState
 from shared.engine.executor import SampledToken, finish_reason
@@ -23,17 +23,6 @@ class Stage(StrEnum):
     JOINING = "joining"
     RUNNING = "running"
     ENDED = "ended"
-
-    @property
-    def sequence_state(self) -> SequenceState:
-        """The word that other processes know."""
-        match self:
-            case Stage.RECEIVING | Stage.JOINING:
-                return SequenceState.WAITING_KV
-            case Stage.RUNNING:
-                return SequenceState.RUNNING
-            case Stage.ENDED:
-                return SequenceState.DONE
 
 
 class TokenReader(Protocol):
@@ -68,13 +57,18 @@ class HeldSequence:
     transfer_id: TransferId
     attach_ticket: bytes
     block_table: BlockTable
+    tokens_held: int  # of the prompt, whose KV was here before
+    delivered: tuple[TokenId, ...]  # what the client has of a continued answer: replayed, not computed anew
     receiver: FrameReceiver
     outbox: Outbox
     moments: Moments
     unattended_since: float  # since when no gateway reads; means nothing while `reader` is set
     stage: Stage = Stage.RECEIVING
     is_in_engine: bool = False
-    granted_upto: int = 0
+    is_checked: bool = False  # the engine has found the prompt's KV good
+    granted_upto: int = 0  # credit that the engine was told
+    moved_at: float = 0.0  # last token made or acknowledged since the commit
+    outputs: list[TokenId] = field(default_factory=list[TokenId])  # delivered ones included
     sender: Incarnation | None = None  # the first that opened the transfer or brought token 1
     first_token: SampledToken | None = None
     cached_tokens: int = 0
@@ -85,6 +79,7 @@ class HeldSequence:
     is_end_sent: bool = False
     is_done_reported: bool = False
     error: ServingError | None = None
+    is_preempted: bool = False  # its blocks go to others; it comes back as another attempt
     release_epoch: Epoch | None = None  # of the Abort or Release that waits for its answer
     blocks_freed: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)  # no more KV is taken
@@ -93,6 +88,29 @@ class HeldSequence:
     def reject_code(self) -> RejectCode:
         """Why no more KV is taken, once it is not."""
         return RejectCode.GONE if self.error is None else RejectCode.FAULT
+
+    @property
+    def sequence_state(self) -> SequenceState:
+        """The word that other processes know."""
+        if self.is_preempted:
+            return SequenceState.PREEMPTED
+        match self.stage:
+            case Stage.RECEIVING | Stage.JOINING:
+                return SequenceState.WAITING_KV
+            case Stage.RUNNING:
+                return SequenceState.PARKED if self.is_parked else SequenceState.RUNNING
+            case Stage.ENDED:
+                return SequenceState.DONE
+
+    @property
+    def is_parked(self) -> bool:
+        """It holds blocks and computes nothing, because its reader takes nothing."""
+        return self.stage is Stage.RUNNING and self.outbox.last_index >= self.granted_upto
+
+    @property
+    def is_broken_off(self) -> bool:
+        """It has ended here without an answer: nobody reads it any more."""
+        return self.error is not None or self.is_preempted
 
     @property
     def is_settled(self) -> bool:
@@ -107,6 +125,7 @@ class HeldSequence:
     def take(self, index: int, token: SampledToken, finish: FinishReason | None) -> None:
         """Put a token into the outbox; with a `finish` it is the last. Raises ValueError where it is not the next."""
         self.outbox.append(index, token)
+        self.outputs.append(token.token_id)
         if finish is not None:
             self.outbox.close(finish)
 
@@ -117,6 +136,34 @@ class HeldSequence:
         self.cached_tokens = cached_tokens
         self.take(1, token, finish)
         return finish
+
+    def close_if_delivered(self, eos_ids: frozenset[TokenId]) -> bool:
+        """True where the client had the whole answer already, and lacks only the word that it has ended."""
+        if not self.delivered:
+            return False
+        index = len(self.delivered)
+        finish = finish_reason(self.spec, index=index, token_id=self.delivered[-1], eos_ids=eos_ids)
+        if finish is None:
+            return False
+        self.outbox.close(finish)
+        return True
+
+    def read_from(self, from_index: int, reader: TokenReader) -> None:
+        """The reader gets the tokens from there on, an earlier reader no more. Raises ServingError where they left."""
+        first_held = self.outbox.acked_upto + 1
+        if self.outbox.is_done:
+            from_index = max(from_index, first_held)
+        elif not first_held <= from_index <= self.outbox.last_index + 1:
+            raise ServingError(ErrorCode.INVALID_REQUEST, f"token {from_index} is not held: {first_held} is the first")
+        self.reader = reader
+        self.next_unsent = from_index
+        self.is_end_sent = False
+        reader.touch(self)
+
+    @property
+    def computed_prefix(self) -> tuple[TokenId, ...]:
+        """The tokens whose KV is there for certain: prompt, and output but for the last token, which was not fed."""
+        return (*self.spec.prompt_ids, *self.outputs[:-1])
 
     def phases_ms(self) -> dict[str, int]:
         """Lengths of the phases that were reached.
@@ -142,6 +189,7 @@ def hold(
     spec: RequestSpec,
     granted: Reservation,
     *,
+    delivered: tuple[TokenId, ...],
     epoch: Epoch,
     layout: KvLayout,
     incarnation: Incarnation,
@@ -150,6 +198,7 @@ def hold(
 ) -> HeldSequence:
     """The row of a new reservation. `incarnation` is this process's."""
     block_table = BlockTable(granted.blocks, layout.block_size)
+    tokens_held = granted.num_shared * layout.block_size
     return HeldSequence(
         key=granted.key,
         spec=spec,
@@ -157,6 +206,10 @@ def hold(
         transfer_id=granted.transfer_id,
         attach_ticket=granted.attach_ticket,
         block_table=block_table,
+        tokens_held=tokens_held,
+        delivered=delivered,
+        outputs=list(delivered),
+        next_unsent=len(delivered) + 1,
         receiver=FrameReceiver(
             layout=layout,
             key=granted.key,
@@ -164,6 +217,7 @@ def hold(
             receiver_incarnation=incarnation,
             num_prompt_tokens=spec.num_prompt_tokens,
             block_table=block_table,
+            num_tokens_held=tokens_held,
         ),
         outbox=outbox,
         moments=Moments(reserved_at=now),

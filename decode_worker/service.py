@@ -2,13 +2,18 @@
 
 Streams, copies and the engine's thread call in from outside and find their row here; none of them owns one. Everything
 runs in the event loop and nothing waits. Blocks go back in `_settle` alone, when no copy and no step can touch them.
+Who gets blocks, and who leaves when they run short, is decided in `growth`.
 """
 
 import secrets
-from typing import Protocol
+from collections.abc import Mapping
 
 from structlog.typing import FilteringBoundLogger
 
+from decode_worker import reports
+from decode_worker.grower import Grower
+from decode_worker.growth import PARKED_S, check_fits, num_blocks_at_start
+from decode_worker.links import DecodeEngine, EventSink
 from decode_worker.outbox import Outbox, outbox_capacity
 from decode_worker.reservations import Refusal, Reservation, Reservations
 from decode_worker.sequence import HeldSequence, Stage, TokenReader, hold
@@ -17,9 +22,9 @@ from shared.codec.request import key_from_wire, spec_from_wire
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId, TransferId, WorkerId
-from shared.domain.request import FinishReason, SequenceState
+from shared.domain.request import FinishReason, RequestSpec
 from shared.domain.worker import KvTarget
-from shared.engine.decode_runner import DecodeCommand, DecodeSequence, DecodeStep, Grant, Join, Leave
+from shared.engine.decode_runner import DecodeSequence, DecodeStep, Join, Leave
 from shared.engine.executor import SampledToken
 from shared.kv.block_pool import BlockPool
 from shared.kv.frames import RejectCode
@@ -32,29 +37,14 @@ UNATTENDED_S = 45.0  # longer than a gateway's grace (5 s, 30 s when resumable) 
 DONE_KEPT_S = 60.0  # an ended answer whose Release never comes; as long as a tombstone
 ROWS_A_SEQUENCE = 16  # rows that only wait for a slow reader hold no blocks; so many of them for each place
 TICKET_BYTES = 16
-
-
-class DecodeEngine(Protocol):
-    """The step loop, as far as the table needs it."""
-
-    @property
-    def is_busy(self) -> bool: ...
-
-    def submit(self, command: DecodeCommand) -> None: ...
-
-    def last_step_age(self) -> float: ...
-
-
-class EventSink(Protocol):
-    """The session with the scheduler, as far as the table needs it."""
-
-    def post(self, event: scheduler_pb2.WorkerEvent) -> None: ...
-
-    def heartbeat_soon(self) -> None: ...
+PREEMPTION_CAUSES = ("blocks", "parked")
 
 
 class DecodeService:
-    """Call `connect` before anything else."""
+    """Call `connect` before anything else.
+
+    `shares_answers`: prefill's numbers are the same as ours, so that prompts may reuse the KV of generated tokens.
+    """
 
     def __init__(
         self,
@@ -67,6 +57,8 @@ class DecodeService:
         max_sequences: int,
         outbox_tokens: int,
         outbox_bytes: int,
+        shares_answers: bool,
+        transports: tuple[str, ...] = TRANSPORTS,
         clock: Clock,
         metrics: Metrics,
         log: FilteringBoundLogger,
@@ -79,10 +71,12 @@ class DecodeService:
         self._max_rows = max_sequences * ROWS_A_SEQUENCE
         self._outbox_tokens = outbox_tokens
         self._outbox_bytes = outbox_bytes
+        self._shares_answers = shares_answers
+        self._transports = transports
         self._clock = clock
         self._metrics = metrics
         self._log = log
-        self._reservations = Reservations(pool=pool, max_sequences=max_sequences)
+        self._reservations = Reservations(pool=pool, block_size=layout.block_size, max_sequences=max_sequences)
         self._rows: dict[RequestKey, HeldSequence] = {}
         self._engine_error: ServingError | None = None
         self.is_draining = False
@@ -92,6 +86,13 @@ class DecodeService:
         self._address = address
         self._engine = engine
         self._events = events
+        self._grower = Grower(
+            rows=self._rows,
+            reservations=self._reservations,
+            layout=self._layout,
+            engine=engine,
+            preempt=lambda row: self._preempt(row, "blocks"),
+        )
 
     # ---- what the process asks
 
@@ -108,6 +109,16 @@ class DecodeService:
         """State -> blocks, all states."""
         return {state.value: count for state, count in self._pool.counts().items()}
 
+    def sequence_counts(self) -> Mapping[str, int]:
+        """State -> sequences, all states."""
+        return reports.sequence_counts(self._rows.values())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, index and holders agree, and who holds blocks has a row."""
+        self._reservations.check_integrity()
+        if not all(key in self._rows for key in self._reservations.holders()):
+            raise AssertionError("blocks are held for an attempt that is not here")
+
     def sweep(self) -> None:
         """Call it each second: what ends without a message ends here."""
         now = self._clock.monotonic()
@@ -116,7 +127,9 @@ class DecodeService:
             if row.stage is Stage.RECEIVING:
                 self._fail(row, ServingError(ErrorCode.KV_TRANSFER_FAILED, "no sign of the transfer"))
         for row in list(self._rows.values()):
-            if row.reader is None and row.stage is not Stage.RECEIVING and row.release_epoch is None:
+            if row.is_parked and now - row.moved_at >= PARKED_S:
+                self._preempt(row, "parked")
+            elif row.reader is None and row.stage is not Stage.RECEIVING and row.release_epoch is None:
                 unattended_s = now - row.unattended_since
                 if row.has_undelivered and unattended_s >= UNATTENDED_S:
                     self._fail(row, ServingError(ErrorCode.CANCELLED, "gateway_lost"))
@@ -136,24 +149,12 @@ class DecodeService:
                 self._metrics.refused_total.add("unknown_command")
 
     def inventory(self) -> scheduler_pb2.Inventory:
-        held = [
-            worker_events.inventory_entry(
-                row.key, row.stage.sequence_state, attach_ticket=row.attach_ticket, last_index=row.outbox.last_index
-            )
-            for row in self._rows.values()
-        ]
-        ended = self._reservations.ended(self._clock.monotonic())
-        return scheduler_pb2.Inventory(
-            entries=[*held, *(worker_events.inventory_entry(key, SequenceState.DONE) for key in ended)]
-        )
+        return reports.inventory(self._rows.values(), self._reservations.ended(self._clock.monotonic()))
 
     def heartbeat(self) -> scheduler_pb2.Heartbeat:
-        sequences = {state.value: 0 for state in SequenceState}
-        for row in self._rows.values():
-            sequences[row.stage.sequence_state.value] += 1
         return scheduler_pb2.Heartbeat(
             blocks=self.block_counts(),
-            sequences=sequences,
+            sequences=self.sequence_counts(),
             last_step_age_ms=round(self._engine.last_step_age() * 1000),
             busy=self._engine.is_busy,
             draining=self.is_draining or self._engine_error is not None,
@@ -170,13 +171,14 @@ class DecodeService:
             return
         try:
             spec = spec_from_wire(reserve.spec)
+            check_fits(self._layout, spec, pool_blocks=self._pool.num_blocks)
         except ServingError as error:
             self._events.post(worker_events.attempt_failed(key, epoch, error=error))
             return
-        num_blocks = self._layout.num_blocks_for(spec.max_total_tokens)
-        granted = self._grant(key, num_blocks, now)
+        delivered = tuple(map(TokenId, reserve.delivered_ids))
+        granted = self._grant(key, spec, len(delivered), now)
         if isinstance(granted, Refusal):
-            self._log.debug("reservation refused", key=str(key), needed=num_blocks, free=granted.free_blocks)
+            self._log.debug("reservation refused", key=str(key), needed=granted.needed_blocks, free=granted.free_blocks)
             self._events.post(
                 worker_events.reserve_refused(
                     key, epoch, needed_blocks=granted.needed_blocks, free_blocks=granted.free_blocks
@@ -189,24 +191,33 @@ class DecodeService:
             has_stop_strings=spec.has_stop_strings,
             top_logprobs=spec.sampling.top_logprobs,
         )
-        self._rows[key] = hold(
+        row = self._rows[key] = hold(
             spec,
             granted,
+            delivered=delivered,
             epoch=epoch,
             layout=self._layout,
             incarnation=self._incarnation,
-            outbox=Outbox(capacity=capacity),
+            outbox=Outbox(capacity=capacity, num_delivered=len(delivered)),
             now=now,
         )
-        self._log.debug("reserved", key=str(key), blocks=num_blocks, prompt_tokens=spec.num_prompt_tokens)
+        self._log.debug("reserved", key=str(key), blocks=len(granted.blocks), prompt_tokens=spec.num_prompt_tokens)
         self._report_reserved(key, epoch, granted)
+        if row.close_if_delivered(self._eos_ids):
+            self._end(row)
+        else:
+            self._join_when_whole(row)  # a continued answer whose prompt is all here
 
-    def _grant(self, key: RequestKey, num_blocks: int, now: float) -> Reservation | Refusal:
+    def _grant(self, key: RequestKey, spec: RequestSpec, num_delivered: int, now: float) -> Reservation | Refusal:
+        """Running sequences come first: a block for each of them stays available."""
+        num_blocks = num_blocks_at_start(self._layout, spec, num_delivered=num_delivered)
         if self.is_draining or self._engine_error is not None or len(self._rows) >= self._max_rows:
             return Refusal(needed_blocks=num_blocks, free_blocks=0)
         return self._reservations.grant(
             key,
+            spec,
             num_blocks=num_blocks,
+            num_kept=sum(self._rows[held].is_in_engine for held in self._reservations.holders()),
             transfer_id=TransferId(secrets.randbits(64)),
             attach_ticket=secrets.token_bytes(TICKET_BYTES),
             now=now,
@@ -242,7 +253,7 @@ class DecodeService:
 
     def take_first_token(self, row: HeldSequence, token: SampledToken, cached_tokens: int) -> RejectCode | None:
         """Token 1 goes to the reader at once; a repeat is accepted and changes nothing."""
-        if row.first_token is not None:
+        if row.first_token is not None or row.delivered:
             return None
         if row.stage is Stage.ENDED:
             return row.reject_code
@@ -269,15 +280,13 @@ class DecodeService:
             self._fail(row, error)
 
     def _join_when_whole(self, row: HeldSequence) -> None:
-        first_token = row.first_token
-        if row.stage is not Stage.RECEIVING or first_token is None or not row.receiver.is_complete:
+        if row.stage is not Stage.RECEIVING or not row.outputs or not row.receiver.is_complete:
             return
         now = self._clock.monotonic()
         self._reservations.commit(row.key)
         row.stage = Stage.JOINING
         row.is_in_engine = True
-        row.moments.committed_at = now
-        row.unattended_since = now
+        row.moments.committed_at = row.unattended_since = row.moved_at = now
         row.granted_upto = row.outbox.may_compute_upto
         self._engine.submit(
             Join(
@@ -285,11 +294,12 @@ class DecodeService:
                     key=row.key,
                     spec=row.spec,
                     block_table=row.block_table,
-                    outputs=(first_token.token_id,),
+                    outputs=tuple(row.outputs),
                     may_compute_upto=row.granted_upto,
                 )
             )
         )
+        self._grower.grow(row)
 
     # ---- the engine
 
@@ -297,11 +307,15 @@ class DecodeService:
         """The report of one step."""
         if step.num_sequences:
             self._metrics.step_sequences.record(step.num_sequences)
-            self._metrics.tokens_computed.add(len(step.tokens))
+            self._metrics.tokens_computed.add(len(step.tokens) + step.num_replayed)
+            self._metrics.replayed_tokens.add(step.num_replayed)
+        now = self._clock.monotonic()
         for key in step.joined:
             row = self._rows.get(key)
             if row is not None and row.stage is Stage.JOINING:
                 row.stage = Stage.RUNNING
+                row.is_checked = True
+                self._reservations.publish(key, row.spec.prompt_ids, salt=row.spec.kv_salt)
                 self._log.debug("committed", key=str(key), kv_bytes=row.kv_bytes)
                 self._events.post(worker_events.kv_committed(key, row.epoch, num_bytes=row.kv_bytes))
         for token in step.tokens:
@@ -312,6 +326,7 @@ class DecodeService:
                 self._settle(row)
                 continue
             row.take(token.index, token.sampled, token.finish)
+            row.moved_at = now
             self._touch(row)
             if token.finish is not None:
                 self._end(row)
@@ -327,6 +342,10 @@ class DecodeService:
             if row is not None:
                 row.is_in_engine = False
                 self._settle(row)
+        for token in step.tokens:  # when what has come back is back
+            row = self._rows.get(token.key)
+            if row is not None:
+                self._grower.grow(row)
 
     def on_engine_dead(self) -> None:
         """No step will ever touch a block again: everything that needed one fails."""
@@ -344,20 +363,12 @@ class DecodeService:
     def attach(self, key: RequestKey, *, ticket: bytes, from_index: int, reader: TokenReader) -> None:
         """The reader gets the tokens from `from_index` on, an earlier reader no more. Raises ServingError."""
         row = self._rows.get(key)
-        if row is None or row.error is not None:
+        if row is None or row.is_broken_off:
             raise ServingError(ErrorCode.REQUEST_NOT_FOUND, "the attempt is not held here")
         if not secrets.compare_digest(ticket, row.attach_ticket):
             self._metrics.refused_total.add("bad_ticket")
             raise ServingError(ErrorCode.PERMISSION_DENIED, "the attach ticket is not of this attempt")
-        first_held = row.outbox.acked_upto + 1
-        if row.outbox.is_done:
-            from_index = max(from_index, first_held)
-        elif not first_held <= from_index <= row.outbox.last_index + 1:
-            raise ServingError(ErrorCode.INVALID_REQUEST, f"token {from_index} is not held: {first_held} is the first")
-        row.reader = reader
-        row.next_unsent = from_index
-        row.is_end_sent = False
-        reader.touch(row)
+        row.read_from(from_index, reader)
 
     def ack(self, key: RequestKey, index: int, reader: TokenReader) -> None:
         """Tokens 1..index are delivered: room for the engine to go on."""
@@ -367,11 +378,13 @@ class DecodeService:
         if row.stage is Stage.ENDED:
             self._report_done(row)
             return
+        row.moved_at = self._clock.monotonic()
         upto = row.outbox.may_compute_upto
         # The engine hears of room in quarters of the outbox: a command a token would be as many as the tokens.
         if row.is_in_engine and upto - row.granted_upto >= max(1, row.outbox.capacity // 4):
             row.granted_upto = upto
-            self._engine.submit(Grant(key=key, upto_index=upto, block_table=row.block_table))
+            self._grower.grant(row)
+            self._grower.grow(row)
 
     def finish(self, key: RequestKey, index: int, reason: FinishReason, reader: TokenReader) -> None:
         """The gateway has the whole answer; a repeat changes nothing. Raises ServingError for an impossible one."""
@@ -417,20 +430,31 @@ class DecodeService:
         self._settle(row)
 
     def _fail(self, row: HeldSequence, error: ServingError) -> None:
-        if row.error is not None:
+        if row.is_broken_off:
             return
         row.error = error
-        if row.reader is not None:
-            row.reader.flush(row)  # what was made before it failed is the client's
-            row.reader = None
         self._log.debug("attempt failed", key=str(row.key), code=error.code.value, stage=row.stage.value)
-        self._events.post(worker_events.attempt_failed(row.key, row.epoch, error=error))
+        self._break_off(row, worker_events.attempt_failed(row.key, row.epoch, error=error))
+
+    def _preempt(self, row: HeldSequence, cause: str) -> None:
+        row.is_preempted = True
+        self._metrics.preemptions_total.add(cause)
+        self._log.debug("preempted", key=str(row.key), cause=cause, blocks=len(row.block_table))
+        self._break_off(row, worker_events.preempted(row.key, row.epoch))
+
+    def _break_off(self, row: HeldSequence, event: scheduler_pb2.WorkerEvent) -> None:
+        if row.reader is not None:
+            row.reader.flush(row)  # what was made before is the client's
+            row.reader = None
+        self._events.post(event)
         self._end(row)
 
     def _settle(self, row: HeldSequence) -> None:
         """Give the blocks back once nothing touches them, and answer who waits for that."""
         if not row.is_settled:
             return
+        if self._shares_answers and row.error is None and row.is_checked:
+            self._reservations.publish(row.key, row.computed_prefix, salt=row.spec.kv_salt)
         freed = self._reservations.free(row.key)
         row.blocks_freed += freed
         if freed:
@@ -440,30 +464,17 @@ class DecodeService:
                 worker_events.released(row.key, row.release_epoch, blocks_freed=freed, computed_tokens=row.num_computed)
             )
             self._forget(row)
-        elif row.error is not None:
+        elif row.is_broken_off:
             self._forget(row)
+        if freed:
+            self._grower.blocks_returned()
 
     def _forget(self, row: HeldSequence) -> None:
         if self._rows.pop(row.key, None) is None:
             return
         self._reservations.bury(row.key, self._clock.monotonic(), computed_tokens=row.num_computed)
         self._events.heartbeat_soon()  # a place is free again
-        end = row.outbox.end
-        self._log.info(
-            "attempt ended",
-            request_id=row.key.request_id,
-            attempt=row.key.attempt,
-            outcome="failed" if row.error else "finished" if row.is_done_reported else "aborted",
-            code=row.error.code.value if row.error else None,
-            finish_reason=end.reason.value if end else None,
-            prompt_tokens=row.spec.num_prompt_tokens,
-            output_tokens=row.outbox.last_index,
-            computed_tokens=row.num_computed,
-            cached_tokens=row.cached_tokens,
-            kv_bytes=row.kv_bytes,
-            blocks_freed=row.blocks_freed,
-            **row.phases_ms(),
-        )
+        self._log.info("attempt ended", **reports.ended_fields(row))
 
     def _touch(self, row: HeldSequence) -> None:
         if row.reader is not None:
@@ -475,7 +486,8 @@ class DecodeService:
             address=self._address,
             incarnation=self._incarnation,
             transfer_id=held.transfer_id,
-            transports=TRANSPORTS,
+            transports=self._transports,
+            tokens_held=held.num_shared * self._layout.block_size,
         )
         self._events.post(worker_events.reserved(key, epoch, target=target, attach_ticket=held.attach_ticket))
 

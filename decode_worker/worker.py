@@ -9,7 +9,7 @@ import grpc.aio
 
 from decode_worker.config import DecodeConfig
 from decode_worker.receiver import KvReceiver
-from decode_worker.service import DecodeService
+from decode_worker.service import PREEMPTION_CAUSES, DecodeService
 from decode_worker.tokens import DecodeTokens
 from shared.aio.backoff import Backoff
 from shared.aio.scope import spawn, stop_when
@@ -46,6 +46,7 @@ async def run_worker(process: Process, config: DecodeConfig, engine: Engine) -> 
         max_sequences=config.max_sequences,
         outbox_tokens=config.outbox_tokens,
         outbox_bytes=config.outbox_bytes,
+        shares_answers=engine.has_same_numerics,
         clock=process.clock,
         metrics=process.metrics,
         log=process.log,
@@ -55,6 +56,7 @@ async def run_worker(process: Process, config: DecodeConfig, engine: Engine) -> 
         DecodeRunner(engine.executor), service.on_step, on_dead=life.on_engine_dead, clock=process.clock
     )
     process.metrics.kv_blocks(service.block_counts)
+    process.metrics.sequences(service.sequence_counts, preemption_causes=PREEMPTION_CAUSES)
     process.metrics.outbox_tokens(lambda: service.num_outbox_tokens)
     async with AsyncExitStack() as stack:
         copier = Copier()

@@ -47,6 +47,11 @@ def attempt_failed(key: RequestKey, epoch: Epoch, *, error: ServingError) -> Wor
     return WorkerEvent(key=key_to_wire(key), scheduler_epoch=epoch, attempt_failed=told)
 
 
+def preempted(key: RequestKey, epoch: Epoch) -> WorkerEvent:
+    """Its blocks go to others: the attempt has ended here, and the request goes on by requeue and replay."""
+    return WorkerEvent(key=key_to_wire(key), scheduler_epoch=epoch, preempted=scheduler_pb2.Preempted())
+
+
 def released(key: RequestKey, epoch: Epoch, *, blocks_freed: int, computed_tokens: int) -> WorkerEvent:
     """The answer to Abort and Release: nothing of the attempt is held here any more."""
     told = scheduler_pb2.Released(blocks_freed=blocks_freed, computed_tokens=computed_tokens)

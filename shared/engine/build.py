@@ -20,6 +20,8 @@ class Engine:
 
     executor: Executor
     memory: KvMemory
+    has_same_numerics: bool = True
+    """Whether prefill and decode of this deployment compute the same bits."""
 
 
 def build_engine(

@@ -31,6 +31,12 @@ ACTIVE_STREAMS = "firsttoken_active_streams"
 OUTBOX_TOKENS = "firsttoken_outbox_tokens"
 PREFIX_CACHE_TOKENS_TOTAL = "firsttoken_prefix_cache_tokens_total"
 PREFIX_CACHE_EVICTIONS_TOTAL = "firsttoken_prefix_cache_evictions_total"
+PREEMPTIONS_TOTAL = "firsttoken_preemptions_total"
+REPLAYED_TOKENS_TOTAL = "firsttoken_replayed_tokens_total"
+SEQUENCES = "firsttoken_sequences"
+KV_TRANSFER_BYTES_TOTAL = "firsttoken_kv_transfer_bytes_total"
+KV_TRANSFER_EXPOSED_SECONDS = "firsttoken_kv_transfer_exposed_seconds"
+KV_TRANSPORT_FALLBACKS_TOTAL = "firsttoken_kv_transport_fallbacks_total"
 IGNORED_FIELDS_TOTAL = "firsttoken_ignored_fields_total"
 
 # 1 ms to 10 s: a release takes one decode step (tens of ms) or, at worst, one prefill chunk of a large model.
@@ -41,6 +47,11 @@ _RELEASE_BUCKETS_S = (
 # The buckets that OpenTelemetry's GenAI conventions ask for.
 _FIRST_TOKEN_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+)  # fmt: skip
+# 0.1 ms to 5 s: the last layers of a chunk take some milliseconds; a receiver that is stuck is given up after 10 s.
+_EXPOSED_BUCKETS_S = (
+    0.0001, 0.0002, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5,
+    1.0, 2.0, 5.0,
 )  # fmt: skip
 _SEQUENCES_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 
@@ -131,6 +142,27 @@ class Metrics:
             meter.create_counter(PREFIX_CACHE_EVICTIONS_TOTAL, description="Cached blocks that gave way to new ones"),
             of_role,
         )
+        self.preemptions_total = LabelledCounter(
+            meter.create_counter(PREEMPTIONS_TOTAL, description="Sequences that left and are replayed later"), "cause"
+        )
+        self.replayed_tokens = Counter(
+            meter.create_counter(REPLAYED_TOKENS_TOTAL, description="Output tokens fed again in continued answers"), {}
+        )
+        self.kv_transfer_bytes = LabelledCounter(
+            meter.create_counter(KV_TRANSFER_BYTES_TOTAL, description="KV sent in frames"), "transport"
+        )
+        self.kv_transport_fallbacks = LabelledCounter(
+            meter.create_counter(KV_TRANSPORT_FALLBACKS_TOTAL, description="Transfers that lost their first choice"),
+            "reason",
+        )
+        self.kv_transfer_exposed_seconds = Histogram(
+            meter.create_histogram(
+                KV_TRANSFER_EXPOSED_SECONDS,
+                description="From the last prefill step of a prompt to the acknowledgement of all its KV and token 1",
+                explicit_bucket_boundaries_advisory=_EXPOSED_BUCKETS_S,
+            ),
+            {},
+        )
         self.cancel_release_seconds = Histogram(
             meter.create_histogram(
                 CANCEL_RELEASE_SECONDS,
@@ -172,6 +204,15 @@ class Metrics:
         self._prefix_cache_tokens.add("miss", num_missed)
         self._prefix_cache_evictions.add(num_evicted)
 
+    def kv_transfers(self, *, transports: Iterable[str], fallback_reasons: Iterable[str]) -> None:
+        """Call once, in prefill workers: bytes, fallbacks and exposed times count from 0."""
+        for transport in transports:
+            self.kv_transfer_bytes.add(transport, 0)
+        for reason in fallback_reasons:
+            self.kv_transport_fallbacks.add(reason, 0)
+        exposed = self.kv_transfer_exposed_seconds
+        self._registry.register(ZeroHistogram(exposed, KV_TRANSFER_EXPOSED_SECONDS, _EXPOSED_BUCKETS_S, {}))
+
     def requests(self, provider: Callable[[], Mapping[str, int]]) -> None:
         """Live state -> requests, asked at each scrape. Call once, in the scheduler: ends and releases count from 0."""
         for outcome in TERMINAL_STATES:
@@ -184,6 +225,14 @@ class Metrics:
     def active_streams(self, provider: Callable[[], int]) -> None:
         """Streams open to clients. Call once."""
         self._gauge(ACTIVE_STREAMS, "Streams open to clients", lambda: {"": provider()}, {}, None)
+
+    def sequences(self, provider: Callable[[], Mapping[str, int]], *, preemption_causes: Iterable[str]) -> None:
+        """Sequence state -> count, asked at each scrape. Call once, in decode workers: preemptions count from 0."""
+        for cause in preemption_causes:
+            self.preemptions_total.add(cause, 0)
+        self.replayed_tokens.add(0)
+        labels = {"role": self.role, "worker": self.name}
+        self._gauge(SEQUENCES, "Sequences of a worker", provider, labels, "state")
 
     def outbox_tokens(self, provider: Callable[[], int]) -> None:
         """Tokens computed and not yet acknowledged. Call once."""

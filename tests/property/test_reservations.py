@@ -4,9 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.reservations import Reservation, Reservations
-from shared.domain.ids import Attempt, RequestId, RequestKey, TransferId
+from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId, TransferId
+from shared.domain.request import RequestSpec
+from shared.domain.sampling import SamplingParams
 from shared.kv.block_pool import BlockPool
 
+SPEC = RequestSpec(request_id=RequestId("r"), prompt_ids=(TokenId(1),), max_tokens=20, sampling=SamplingParams(seed=1))
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(["grant", "sign", "commit", "end", "expire"]),
@@ -22,7 +25,7 @@ OPERATIONS = st.lists(
 def test_blocks_are_never_lost_or_shared(operations: list[tuple[str, int, int, float]]) -> None:
     """The pool is whole after every operation, holders never exceed the places, and all ends give all blocks back."""
     pool = BlockPool(8)
-    reservations = Reservations(pool=pool, max_sequences=3, lease_s=10)
+    reservations = Reservations(pool=pool, block_size=4, max_sequences=3, lease_s=10)
     held: dict[RequestKey, Reservation] = {}
     now = 0.0
     for name, number, num_blocks, later in operations:
@@ -31,7 +34,7 @@ def test_blocks_are_never_lost_or_shared(operations: list[tuple[str, int, int, f
         match name:
             case "grant" if key not in held and not reservations.has_ended(key, now):
                 granted = reservations.grant(
-                    key, num_blocks=num_blocks, transfer_id=TransferId(number), attach_ticket=b"", now=now
+                    key, SPEC, num_blocks=num_blocks, transfer_id=TransferId(number), attach_ticket=b"", now=now
                 )
                 if isinstance(granted, Reservation):
                     held[key] = granted

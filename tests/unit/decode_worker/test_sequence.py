@@ -31,11 +31,13 @@ def row() -> HeldSequence:
         transfer_id=TransferId(6),
         attach_ticket=b"ticket",
         blocks=(BlockId(8), BlockId(3)),
+        num_shared=0,
         last_sign_at=100.0,
     )
     return hold(
         spec,
         granted,
+        delivered=(),
         epoch=Epoch(1),
         layout=LAYOUT,
         incarnation=Incarnation(9),
@@ -48,7 +50,7 @@ def test_a_new_row_holds_what_was_granted(row: HeldSequence) -> None:
     """Waiting for KV, into its own blocks, under its own transfer."""
     assert row.block_table.block_ids == (8, 3)
     assert (row.transfer_id, row.attach_ticket) == (6, b"ticket")
-    assert row.stage.sequence_state is SequenceState.WAITING_KV
+    assert row.sequence_state is SequenceState.WAITING_KV
     assert not row.receiver.is_complete
 
 

@@ -1,6 +1,7 @@
 """The decode worker's table alone: time, credit, ends, and who is told what."""
 
 from collections.abc import Iterator
+from unittest.mock import ANY
 
 import pytest
 
@@ -61,6 +62,7 @@ class Table:
             max_sequences=4,
             outbox_tokens=8,
             outbox_bytes=1024,
+            shares_answers=True,
             clock=self.clock,
             metrics=metrics,
             log=get_logger("test"),
@@ -166,7 +168,7 @@ def test_a_reservation_expires_ten_seconds_after_its_last_sign(table: Table) -> 
 
     assert table.events.names() == ["reserved", "attempt_failed"]
     assert table.events.posted[1].attempt_failed.error.code == "KV_TRANSFER_FAILED"
-    assert table.pool.num_free == 16
+    assert table.pool.num_available == 16
     assert table.service.find(key) is RejectCode.GONE
     table.command("r", abort=scheduler_pb2.Abort())
     assert table.events.posted[2].released.blocks_freed == 0
@@ -180,9 +182,9 @@ def test_an_expired_reservation_keeps_its_blocks_while_a_copy_runs(table: Table)
     table.service.sweep()
 
     assert table.events.names() == ["reserved", "attempt_failed"]
-    assert table.pool.num_free == 10
+    assert table.pool.num_free == 14
     table.end_copy(row)
-    assert table.pool.num_free == 16
+    assert table.pool.num_available == 16
     assert table.events.num_heartbeats_asked == 2  # blocks are free, then a place
 
 
@@ -206,9 +208,9 @@ def test_a_sequence_that_nobody_reads_fails_after_45_seconds(table: Table) -> No
     assert table.events.names() == ["reserved", "kv_committed", "attempt_failed"]
     assert table.events.posted[2].attempt_failed.error.message == "gateway_lost"
     assert table.engine.commands[-1] == Leave(key=key)
-    assert table.pool.num_free == 10
+    assert table.pool.num_free == 13
     table.step(left=(key,))
-    assert table.pool.num_free == 16
+    assert table.pool.num_available == 16
 
 
 def test_an_answer_that_nobody_takes_fails_too(table: Table) -> None:
@@ -216,7 +218,7 @@ def test_an_answer_that_nobody_takes_fails_too(table: Table) -> None:
     key = table.reserve()
     table.running(key)
     table.step(tokens=(token(key, 2, FinishReason.STOP),))
-    assert table.pool.num_free == 16
+    assert table.pool.num_available == 16
     table.clock.advance(45)
     table.service.sweep()
 
@@ -257,10 +259,10 @@ def test_credit_moves_in_quarters_of_the_outbox(table: Table) -> None:
     table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=reader)
     table.step(tokens=(token(key, 2),))
     table.service.ack(key, 1, reader)
-    assert len(table.engine.commands) == 1
+    assert len(table.engine.commands) == 2  # with the block that it grew by
     table.service.ack(key, 2, reader)
 
-    assert table.engine.commands[1:] == [Grant(key=key, upto_index=10, block_table=row.block_table)]
+    assert table.engine.commands[2] == Grant(key=key, upto_index=10, block_table=ANY)
     assert table.service.num_outbox_tokens == 0
 
 
@@ -275,7 +277,7 @@ def test_with_stop_strings_every_acknowledgement_gives_room(table: Table) -> Non
     table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=reader)
     table.service.ack(key, 1, reader)
 
-    assert table.engine.commands[1:] == [Grant(key=key, upto_index=5, block_table=row.block_table)]
+    assert table.engine.commands[1] == Grant(key=key, upto_index=5, block_table=ANY)
 
 
 def test_tokens_made_while_leaving_are_dropped_and_counted(table: Table) -> None:
@@ -290,9 +292,9 @@ def test_tokens_made_while_leaving_are_dropped_and_counted(table: Table) -> None
     table.step(left=(key, key))
 
     released = table.events.posted[2].released
-    assert (released.blocks_freed, released.computed_tokens) == (6, 2)
+    assert (released.blocks_freed, released.computed_tokens) == (3, 2)
     assert len(table.events.posted) == 3
-    assert table.engine.commands[1:] == [Leave(key=key)]
+    assert [command for command in table.engine.commands if isinstance(command, Leave)] == [Leave(key=key)]
 
 
 def test_a_commit_that_the_engine_finds_wrong_fails_the_attempt(table: Table) -> None:
@@ -306,7 +308,7 @@ def test_a_commit_that_the_engine_finds_wrong_fails_the_attempt(table: Table) ->
 
     assert table.events.names() == ["reserved", "attempt_failed"]
     assert table.events.posted[1].attempt_failed.error.code == "KV_CORRUPT"
-    assert table.pool.num_free == 16
+    assert table.pool.num_available == 16
 
 
 def test_an_end_token_as_token_1_ends_the_answer(table: Table) -> None:
@@ -316,7 +318,7 @@ def test_an_end_token_as_token_1_ends_the_answer(table: Table) -> None:
     table.service.take_first_token(row, SampledToken(token_id=EOS), 3)
 
     assert row.closed.is_set()
-    assert table.pool.num_free == 16
+    assert table.pool.num_available == 16
     assert table.engine.commands == []
     assert row.outbox.end is not None
     assert row.outbox.end.reason is FinishReason.STOP
@@ -369,7 +371,7 @@ def test_a_dead_engine_frees_everything_and_refuses(table: Table) -> None:
         ("late", "reserve_refused"),
     ]
     assert table.service.find(arriving) is RejectCode.GONE
-    assert table.pool.num_free == 16
+    assert table.pool.num_available == 16
     assert table.service.heartbeat().draining
 
 
@@ -404,7 +406,7 @@ def test_heartbeat_and_inventory_tell_what_is_held(table: Table) -> None:
         entry.key.request_id: (entry.sequence_state, entry.last_index) for entry in table.service.inventory().entries
     }
 
-    assert dict(heartbeat.blocks) == {"free": 4, "reserved": 6, "active": 6, "cached": 0, "quarantined": 0}
+    assert dict(heartbeat.blocks) == {"free": 11, "reserved": 2, "active": 3, "cached": 0, "quarantined": 0}
     assert dict(heartbeat.sequences) == {"waiting_kv": 1, "running": 1, "parked": 0, "preempted": 0, "done": 0}
     assert heartbeat.last_step_age_ms == 250
     assert inventory == {"waiting": ("waiting_kv", 0), "running": ("running", 1), "ended": ("done", 0)}

@@ -27,6 +27,8 @@ def sequence(name: str, stream: TokenStream, *ids: int) -> HeldSequence:
         transfer_id=TransferId(1),
         attach_ticket=b"t",
         block_table=BlockTable([], 16),
+        tokens_held=0,
+        delivered=(),
         receiver=cast(FrameReceiver, None),  # nothing is received here
         outbox=Outbox(capacity=16),
         moments=Moments(reserved_at=0),
