@@ -112,7 +112,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             )
             async with asyncio.TaskGroup() as group:
                 reader = spawn(
-                    group, _read_gateway(driver, spec.request_id, request_iterator), name=f"serve {spec.request_id}"
+                    group,
+                    _read_gateway(driver, spec.request_id, request_iterator, outgoing),
+                    name=f"serve {spec.request_id}",
                 )
                 async for message in outgoing:
                     await context.write(message)
@@ -206,12 +208,18 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             driver.close_session(session)
 
 
-async def _read_gateway(driver: Driver, request_id: RequestId, messages: AsyncIterator[scheduler_pb2.ServeUp]) -> None:
-    """Until the gateway closes its side, which it may do long before the outcome."""
+async def _read_gateway(
+    driver: Driver,
+    request_id: RequestId,
+    messages: AsyncIterator[scheduler_pb2.ServeUp],
+    outgoing: Channel[scheduler_pb2.ServeDown],
+) -> None:
+    """Until the gateway closes its side, which it keeps open until the outcome: its end is the stream's."""
     async for up in messages:
         if up.WhichOneof("message") == "cancel":
             reason = cancel_reason_from_wire(up.cancel.reason, CancelReason.DISCONNECT)
             driver.step(CancelAsked(request_id=request_id, reason=reason))
+    outgoing.close()
 
 
 async def _read_worker(

@@ -156,6 +156,22 @@ async def test_stray_cancellation_ends_the_call(link: Link) -> None:
     assert 2 == len(logs)
 
 
+@pytest.mark.parametrize("is_answered", [False, True])
+async def test_cancelled_call_runs_the_cleanup_and_logs_nothing(link: Link, is_answered: bool) -> None:
+    """The client's cancel reaches the handler once, and what its `finally` awaits completes."""
+    with capture_logs() as logs:
+        call = link.stub.Push()
+        await call.write(kv_pb2.PushUp(frame=kv_pb2.KvFrame(number=7)))
+        async with asyncio.timeout(5):
+            await link.servicer.has_started.wait()
+            if is_answered:
+                assert kv_pb2.PushDown(ack=kv_pb2.FrameAck(upto=7)) == await call.read()
+            call.cancel()
+            await link.servicer.has_ended.wait()
+
+    assert [] == logs
+
+
 @pytest.mark.parametrize("token", ["", "wrong", "right "])
 async def test_wrong_token_is_refused(link: Link, token: str) -> None:
     """Unary and stream alike, before the handler sees anything; no client may read it as its own wrong key."""
