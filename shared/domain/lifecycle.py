@@ -350,12 +350,13 @@ def _build_table() -> dict[tuple[RequestState, type[Event]], Row]:
         (_PLACING, Reserved): Row(nexts=(_PREFILLING,), reported_by=_DECODE, apply=_reserved),
         (_PLACING, ReserveRefused): Row(nexts=(_QUEUED,), reported_by=_DECODE, apply=_reserve_refused),
         (_PREFILLING, PrefillDone): Row(nexts=(_TRANSFERRING,), reported_by="prefill worker", apply=_to(_TRANSFERRING)),
-        (_DECODING, Preempted): Row(nexts=(_QUEUED,), reported_by=_DECODE, apply=_preempted),
     }
     for state in (_PREFILLING, _TRANSFERRING):
         table[state, KvCommitted] = Row(nexts=(_DECODING,), reported_by=_DECODE, apply=_to(_DECODING))
     for state in (_PREFILLING, _TRANSFERRING, _DECODING):
         table[state, SequenceDone] = Row(nexts=(_FINISHED,), reported_by=_DECODE, apply=_finished)
+        # A reservation too: an older sequence that runs needs its blocks.
+        table[state, Preempted] = Row(nexts=(_QUEUED,), reported_by=_DECODE, apply=_preempted)
     for state in PLACED_STATES:
         # Straight to the end where nothing was commanded yet or every holder is lost.
         table[state, CancelRequested] = Row(
