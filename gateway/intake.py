@@ -5,22 +5,23 @@ Everything here is synchronous and may take milliseconds for a large body: it ru
 
 import json
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from hashlib import blake2b
 from typing import Any, NoReturn, cast
 
+from gateway.answer_text import AnswerText
 from gateway.schemas import ChatBody, CompletionBody, GenerationBody, Message, refuse_unsupported_messages
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestId, TokenId
 from shared.domain.request import RequestSpec
 from shared.domain.sampling import MAX_SEED, SamplingParams
 from shared.text.chat import ChatMessage, ChatTokenizer
-from shared.text.detokenizer import Detokenizer
 
 DEFAULT_ALIAS = "default"
 _MAX_NAME_CHARS = 64  # of a client's text in an error message
+_MAX_ID_DIGITS = 10  # ids have 32 bits
 
 
 class AnswerForm(Enum):
@@ -33,18 +34,27 @@ class AnswerForm(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
-    """A valid question. `max_tokens` None = as many as fit. The detokenizer is fresh and serves this one answer."""
+    """A valid question. `max_tokens` None = as many as fit. `text` is fresh and serves this one answer."""
 
     prompt_ids: tuple[TokenId, ...]
     max_tokens: int | None
     sampling: SamplingParams
+    kv_salt: int
     ignore_eos: bool
     has_stop_strings: bool
-    detokenizer: Detokenizer
+    text: AnswerText
     form: AnswerForm
     include_usage: bool
     num_ignored_fields: int
     window: int
+    choice: int | None = None
+    """Which answer of several; None where there is one."""
+    children: tuple["Intake", ...] = ()
+    """Where several answers are wanted: the question of each, the same but for seed and text."""
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.sampling.top_logprobs is not None
 
     def spec(self, request_id: RequestId, max_request_tokens: int) -> RequestSpec:
         """What the workers get. `max_request_tokens` is what the largest KV pool holds; 0 = not known.
@@ -59,13 +69,14 @@ class Intake:
             sampling=self.sampling,
             ignore_eos=self.ignore_eos,
             has_stop_strings=self.has_stop_strings,
-            kv_salt=kv_salt(request_id),
+            kv_salt=self.kv_salt,
         )
 
 
-def kv_salt(request_id: RequestId) -> int:
-    """Each request its own: where KV can be told apart (the scripted generator's), another request's is found out."""
-    return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "little")
+def child_seed(seed: int, choice: int) -> int:
+    """Of answer `choice` (from 0) of several: the first 8 bytes of blake2b(seed, choice), all in little-endian order."""
+    source = seed.to_bytes(8, "little") + choice.to_bytes(8, "little")
+    return int.from_bytes(blake2b(source).digest()[:8], "little")
 
 
 class IntakeReader:
@@ -101,7 +112,7 @@ class IntakeReader:
         if body.stream_options is not None and form is AnswerForm.WHOLE:
             _refuse("stream_options: only with stream", "stream_options")
         max_tokens = body.chosen_max_tokens
-        sampling = _sampling(body)
+        sampling = _sampling(body, self._tokenizer.vocab_size)
         prompt_ids = self._tokenizer.render(
             [ChatMessage(role=message.role, content=message.content) for message in messages]
         )
@@ -109,18 +120,35 @@ class IntakeReader:
             _refuse("messages: the prompt is empty", "messages")
         window = self._tokenizer.window
         _require_room(window, len(prompt_ids), max_tokens)
-        return Intake(
+        intake = Intake(
             prompt_ids=prompt_ids,
             max_tokens=max_tokens,
             sampling=sampling,
+            kv_salt=_kv_salt(body.cache_salt),
             ignore_eos=bool(body.ignore_eos),
             has_stop_strings=bool(body.stop),
-            detokenizer=self._tokenizer.detokenizer(prompt_ids, body.stop),
+            text=self._text(prompt_ids, body, sampling),
             form=form,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             num_ignored_fields=body.num_ignored_fields(messages),
             window=window,
         )
+        if body.num_choices == 1:
+            return intake
+        children = [
+            replace(
+                intake,
+                sampling=replace(sampling, seed=child_seed(sampling.seed, choice)),
+                text=self._text(prompt_ids, body, sampling),
+                choice=choice,
+            )
+            for choice in range(body.num_choices)
+        ]
+        return replace(intake, children=tuple(children))
+
+    def _text(self, prompt_ids: tuple[TokenId, ...], body: GenerationBody, sampling: SamplingParams) -> AnswerText:
+        detokenizer = self._tokenizer.detokenizer(prompt_ids, body.stop)
+        return AnswerText(detokenizer, sampling=sampling, token_name=self._tokenizer.token_name)
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
@@ -158,15 +186,47 @@ def _require_room(window: int, num_prompt_tokens: int, max_tokens: int | None) -
     )
 
 
-def _sampling(body: GenerationBody) -> SamplingParams:
+def _sampling(body: GenerationBody, vocab_size: int) -> SamplingParams:
     # A negative seed counts as the unsigned number with the same 64 bits.
     seed = secrets.randbits(64) if body.seed is None else body.seed & MAX_SEED
     return SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.top_k or 0,
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=_stop_token_ids(body.stop_token_ids or [], vocab_size),
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         seed=seed,
     )
+
+
+def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[TokenId, float], ...]:
+    """In order of the ids. JSON's keys are texts: each must be an id of the vocabulary, written as JSON writes numbers."""
+    by_id: dict[TokenId, float] = {}
+    for key, bias in biases.items():
+        is_number = key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_DIGITS
+        if not is_number or str(int(key)) != key or int(key) >= vocab_size:
+            _refuse(f"logit_bias: {key[:_MAX_NAME_CHARS]!r} is no token id below {vocab_size}", "logit_bias")
+        by_id[TokenId(int(key))] = bias
+    return tuple(sorted(by_id.items()))
+
+
+def _stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[TokenId, ...]:
+    """Without repeats."""
+    for place, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            _refuse(f"stop_token_ids[{place}]: there is no such token id below {vocab_size}", "stop_token_ids")
+    return tuple(dict.fromkeys(map(TokenId, token_ids)))
+
+
+def _kv_salt(cache_salt: str | None) -> int:
+    """Requests share cached KV with those of the same salt alone, and those without one with each other."""
+    return 0 if cache_salt is None else int.from_bytes(blake2b(cache_salt.encode(), digest_size=8).digest(), "little")
 
 
 def _refuse_constant(name: str) -> NoReturn:

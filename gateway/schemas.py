@@ -136,6 +136,7 @@ class GenerationBody(_Body):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[Text, Field(min_length=1)] | None = None  # whose cached KV this request may share
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:

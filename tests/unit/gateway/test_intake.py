@@ -69,13 +69,23 @@ def test_a_plain_question_gets_the_defaults(reader: IntakeReader) -> None:
     )
 
 
-def test_each_request_has_its_own_salt(reader: IntakeReader) -> None:
-    """Two requests with one prompt: the KV of one is not taken for the other's."""
-    intake = reader.read_completion(body())
-    other = new_request_id(2)
+def test_the_salt_of_the_cache_is_the_clients_choice(reader: IntakeReader) -> None:
+    """The same for the same text, whatever the request; none is 0; other texts are other salts."""
+    asked = [body(), body(cache_salt=None), *(body(cache_salt=text) for text in "aabc")]
+    salts = [reader.read_completion(each).spec(new_request_id(number), 0).kv_salt for number, each in enumerate(asked)]
 
-    assert intake.spec(REQUEST_ID, 0).kv_salt == intake.spec(REQUEST_ID, 0).kv_salt
-    assert intake.spec(REQUEST_ID, 0).kv_salt not in (0, intake.spec(other, 0).kv_salt)
+    assert [0, 0] == salts[:2]
+    assert salts[2] == salts[3]
+    assert 4 == len(set(salts))
+    assert all(0 <= salt < 2**64 for salt in salts)
+
+
+@pytest.mark.parametrize("salt", ["", 7, ["a"], "\ud800"])
+def test_a_salt_that_is_no_text_is_refused(reader: IntakeReader, salt: object) -> None:
+    """By name."""
+    with pytest.raises(ServingError) as caught:
+        reader.read_completion(body(cache_salt=salt))
+    assert (ErrorCode.INVALID_REQUEST, "cache_salt") == (caught.value.code, caught.value.param)
 
 
 def test_what_is_asked_arrives_in_the_spec(reader: IntakeReader) -> None:
