@@ -1,10 +1,10 @@
-"""Tests of `shared.kv.sizing`."""
+"""Tests of `shared.engine.pool_size`."""
 
 from pathlib import Path
 
 import pytest
 
-from shared.kv.sizing import pool_bytes
+from shared.engine.pool_size import pool_bytes
 
 MIB = 1 << 20
 
