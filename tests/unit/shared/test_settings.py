@@ -43,7 +43,7 @@ def test_all_mistakes_in_one_report() -> None:
                 "FIRSTTOKEN_PORT": "http",
                 "FIRSTTOKEN_SCHEDULER": "nowhere",
                 "FIRSTTOKEN_REDIS_URL": "localhost:6379",
-                "FIRSTTOKEN_KV_POOL_MIB": "0",
+                "FIRSTTOKEN_KV_POOL_MIB": "-1",
                 "FIRSTTOKEN_MODEL_DIR": "/does/not/exist",
             },
         )
