@@ -113,13 +113,13 @@ class BlockPool:
         """`on_evicted` is called for each indexed block whose content is given up, before anyone can get it."""
         self._on_evicted = on_evicted
 
-    def index(self, block_id: BlockId) -> None:
-        """From now on this active block is kept as cached when its last holder has gone."""
-        self._require((block_id,), (BlockState.ACTIVE,), "index")
-        if self._is_indexed[block_id]:
-            raise ValueError(f"block {block_id} is indexed already")
-        self._is_indexed[block_id] = True
-        self._num_indexed += 1
+    def index(self, block_ids: Sequence[BlockId]) -> None:
+        """From now on these active blocks are kept as cached when their last holder has gone."""
+        indices = self._require(block_ids, (BlockState.ACTIVE,), "index")
+        if self._is_indexed[indices].any():
+            raise ValueError("cannot index a block twice")
+        self._is_indexed[indices] = True
+        self._num_indexed += len(block_ids)
 
     @property
     def num_indexed(self) -> int:

@@ -49,13 +49,17 @@ class PrefixCache:
         The caller becomes a holder of each: he reads them, never writes, and frees them like his own.
         """
         found: list[BlockId] = []
+        befores, tokens = bytearray(), bytearray()
         link = CHAIN_START
         for piece in self._pieces(token_ids[: max(max_tokens, 0)]):
             before, link = link, _next_link(link, piece, salt)
             block_id = self._blocks.get(link)
-            if block_id is None or not self._is_what_it_seems(block_id, before, piece):
+            if block_id is None:
                 break
             found.append(block_id)
+            befores += before
+            tokens += piece
+        del found[self._num_equal(found, befores, tokens) :]
         self._pool.share(found)
         return tuple(found)
 
@@ -65,20 +69,29 @@ class PrefixCache:
         """Make active blocks findable: the n-th holds the n-th `block_size` of these tokens, all whole and computed.
 
         Blocks beyond the last whole one are left alone. What is there already keeps the block that it has. `after` is
-        the result of the insert of the tokens before these, in the same sequence. Raises ValueError when blocks are
-        missing.
+        the result of the insert of the tokens before these, in the same sequence. Raises ValueError, and files nothing,
+        when blocks are missing or not active.
         """
         num_whole = len(token_ids) // self._block_size
         if len(block_ids) < num_whole:
             raise ValueError(f"{len(block_ids)} blocks for {num_whole} blocks of tokens")
         link = after
+        filed: list[BlockId] = []
+        links, tokens = bytearray(), bytearray()
         for piece, block_id in zip(self._pieces(token_ids), block_ids, strict=False):
             before, link = link, _next_link(link, piece, salt)
             if link not in self._blocks:
-                self._pool.index(block_id)
-                self._blocks[link] = block_id
-                self._tokens[block_id] = np.frombuffer(piece, dtype=np.uint32)
-                self._links[block_id] = np.frombuffer(before + link, dtype=np.uint8).reshape(2, _LINK_BYTES)
+                filed.append(block_id)
+                links += before + link
+                tokens += piece
+        if filed:
+            self._pool.index(filed)
+            rows = np.array(filed, dtype=np.int64)
+            self._links[rows] = np.frombuffer(links, dtype=np.uint8).reshape(-1, 2, _LINK_BYTES)
+            self._tokens[rows] = np.frombuffer(tokens, dtype=np.uint32).reshape(-1, self._block_size)
+            for place, block_id in enumerate(filed):
+                own = (2 * place + 1) * _LINK_BYTES
+                self._blocks[bytes(links[own : own + _LINK_BYTES])] = block_id
         return link
 
     def take_evictions(self) -> int:
@@ -106,8 +119,13 @@ class PrefixCache:
         size = self._block_size * np.dtype(np.uint32).itemsize
         return [data[start : start + size] for start in range(0, len(data), size)]
 
-    def _is_what_it_seems(self, block_id: BlockId, before: bytes, piece: bytes) -> bool:
-        return self._tokens[block_id].tobytes() == piece and self._links[block_id, 0].tobytes() == before
+    def _num_equal(self, block_ids: list[BlockId], befores: bytearray, tokens: bytearray) -> int:
+        """How many of the blocks, from the first on, hold these tokens after these links."""
+        rows = np.array(block_ids, dtype=np.int64)
+        same_tokens = self._tokens[rows] == np.frombuffer(tokens, dtype=np.uint32).reshape(-1, self._block_size)
+        same_before = self._links[rows, 0] == np.frombuffer(befores, dtype=np.uint8).reshape(-1, _LINK_BYTES)
+        is_equal = same_tokens.all(axis=1) & same_before.all(axis=1)
+        return len(block_ids) if is_equal.all() else int(is_equal.argmin())
 
     def _forget(self, block_id: BlockId) -> None:
         del self._blocks[self._links[block_id, 1].tobytes()]

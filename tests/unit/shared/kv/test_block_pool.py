@@ -95,8 +95,7 @@ def _active(pool: BlockPool, count: int) -> tuple[BlockId, ...]:
 def _cached(pool: BlockPool, count: int) -> tuple[BlockId, ...]:
     """One sequence's blocks, all of them in the index, held by nobody."""
     taken = _active(pool, count)
-    for block_id in taken:
-        pool.index(block_id)
+    pool.index(taken)
     pool.free(taken)
     return taken
 
@@ -105,7 +104,7 @@ def test_an_indexed_block_is_kept_when_its_last_holder_leaves() -> None:
     """Two holders: only with the second free it is cached; one that nobody indexed is free at once."""
     pool = BlockPool(4)
     first, second = _active(pool, 2)
-    pool.index(first)
+    pool.index((first,))
     pool.share((first, second))
 
     assert 2 == pool.free((first, second))
@@ -156,11 +155,11 @@ def test_only_an_active_block_is_indexed_and_only_once() -> None:
     taken = pool.reserve(1)
     assert taken is not None
     with pytest.raises(ValueError, match="cannot index block 0: it is reserved"):
-        pool.index(taken[0])
+        pool.index(taken)
     pool.activate(taken)
-    pool.index(taken[0])
-    with pytest.raises(ValueError, match="indexed already"):
-        pool.index(taken[0])
+    pool.index(taken)
+    with pytest.raises(ValueError, match="index a block twice"):
+        pool.index(taken)
     assert (True, False, 1) == (pool.is_indexed(taken[0]), pool.is_indexed(BlockId(1)), pool.num_indexed)
 
 
@@ -186,7 +185,7 @@ def _lives(num_blocks: int) -> Cost:
         for _ in range(3):
             taken = _active(pool, 4)
             pool.share(taken[:2])
-            pool.index(taken[3])
+            pool.index(taken[3:])
             pool.free(taken)
             pool.free(taken[:2])
             pool.counts()
