@@ -5,15 +5,26 @@ later are shared out by the next call.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from decode_worker.growth import Claim, num_blocks_ahead, share_out
-from decode_worker.links import DecodeEngine
 from decode_worker.reservations import Reservations
 from decode_worker.sequence import HeldSequence, Stage
 from shared.domain.ids import RequestKey
-from shared.engine.decode_runner import Grant
+from shared.engine.decode_runner import DecodeCommand, Grant
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import KvLayout
+
+
+class DecodeEngine(Protocol):
+    """The step loop, as far as the table needs it."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def submit(self, command: DecodeCommand) -> None: ...
+
+    def last_step_age(self) -> float: ...
 
 
 class Grower:

@@ -1,8 +1,8 @@
 """The receiving end of KV transfers: frames in, checked, copied by our own thread into blocks that the attempt holds.
 
-A received payload belongs to its one transfer and one frame until it is copied; a stream has one frame in hand at a
-time, and what it sends beyond that waits at the sender (credit). A copy that has begun always returns, and only then
-may blocks be freed.
+A received payload belongs to its one transfer and one frame until it is copied, be it in the message (grpc) or in the
+transfer's staging segment (shm); a stream has one frame in hand at a time, and what it sends beyond that waits at the
+sender (credit). A copy that has begun always returns, and only then may blocks be freed.
 """
 
 import asyncio
@@ -23,7 +23,8 @@ from shared.kv.frames import AlreadyHeld, Reject, RejectCode, WriteBlocks
 from shared.kv.memory import KvMemory
 from shared.obs.metrics import Metrics
 from shared.transfer.copier import Copier
-from shared.transfer.handshake import Acquaintances
+from shared.transfer.handshake import GRPC, SHM, Acquaintances
+from shared.transfer.staging import StagingError, StagingView
 from shared.wire import common_pb2, kv_pb2, kv_pb2_grpc
 
 _OPEN_TIMEOUT_S = 5.0  # the first message of a stream is sent with its opening
@@ -91,12 +92,46 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
             return
         row = opened
         stream = row.receiver.stream
-        self._service.sign(row)
-        await context.write(kv_pb2.PushDown(held=held_to_wire(row.receiver.held_ranges())))
+        try:
+            staging = self._staging_of(first.open)
+        except StagingError as error:
+            self._metrics.refused_total.add("staging")
+            self._log.warning("KV transport refused", key=str(row.key), reason=str(error))
+            await _reject(context, Reject(code=RejectCode.NO_TRANSPORT, message=str(error)))
+            return
+        try:
+            self._service.sign(row)
+            await context.write(kv_pb2.PushDown(held=held_to_wire(row.receiver.held_ranges())))
+            await self._take_frames(row, stream, staging, context)
+        finally:
+            if staging is not None:
+                self._copier.submit(staging.close)  # behind the copy that may still read it
+
+    def _staging_of(self, opening: kv_pb2.PushOpen) -> StagingView | None:
+        """Where the payloads of the stream will lie; None: in its messages. Raises StagingError."""
+        transport = opening.transport or GRPC
+        if transport not in self._acquaintances.transports:
+            raise StagingError(f"transport {transport[:16]} is not offered")
+        if transport != SHM:
+            return None
+        return StagingView(
+            opening.staging_path,
+            opening.staging_bytes,
+            transfer_id=TransferId(opening.transfer_id),
+            sender=Incarnation(opening.sender_incarnation),
+        )
+
+    async def _take_frames(
+        self,
+        row: HeldSequence,
+        stream: int,
+        staging: StagingView | None,
+        context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]",
+    ) -> None:
         while True:
             answer: int | Reject | None = None
             async with stop_when(row.closed) as scope:
-                answer = await self._next_answer(row, stream, context)
+                answer = await self._next_answer(row, stream, staging, context)
             # Written outside the scope: a message that is broken off half-way would leave the stream unusable.
             if scope.was_stopped:
                 answer = Reject(code=row.reject_code, message="the attempt has ended here")
@@ -110,13 +145,17 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
                     await context.write(kv_pb2.PushDown(ack=kv_pb2.FrameAck(upto=acked_upto)))
 
     async def _next_answer(
-        self, row: HeldSequence, stream: int, context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]"
+        self,
+        row: HeldSequence,
+        stream: int,
+        staging: StagingView | None,
+        context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]",
     ) -> int | Reject | None:
         """To the next frame: the acknowledgement or the refusal; None when the sender has closed the stream."""
         while (message := await context.read()) is not aio.EOF:
             match message.WhichOneof("message"):
                 case "frame":
-                    answer = await self._take_frame(row, stream, message.frame)
+                    answer = await self._take_frame(row, stream, staging, message.frame)
                     if isinstance(answer, Reject):
                         self._refuse(row, answer)
                     return answer
@@ -166,9 +205,17 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         self._metrics.refused_total.add("transfer")
         return Reject(code=code, message=message)
 
-    async def _take_frame(self, row: HeldSequence, stream: int, frame: kv_pb2.KvFrame) -> int | Reject:
+    async def _take_frame(
+        self, row: HeldSequence, stream: int, staging: StagingView | None, frame: kv_pb2.KvFrame
+    ) -> int | Reject:
         """Check and copy; returns the number up to which all frames are in the pool."""
-        payload = frame.payload
+        payload: bytes | memoryview = frame.payload
+        if staging is not None:
+            try:
+                staging.check()
+                payload = staging.part(frame.staging_offset, frame.staging_length)
+            except StagingError as error:
+                return Reject(code=RejectCode.BAD_RANGE, message=str(error))
         crc32 = await self._copier.submit(lambda: zlib.crc32(payload))
         judged = row.receiver.accept(
             frame_header_from_wire(frame), payload_crc32=crc32, num_payload_bytes=len(payload), stream=stream
@@ -180,21 +227,33 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
                 self._service.sign(row)
                 return acked_upto
             case WriteBlocks():
-                return await self._copy(row, stream, judged, payload)
+                return await self._copy(row, stream, staging, judged, payload)
 
-    async def _copy(self, row: HeldSequence, stream: int, write: WriteBlocks, payload: bytes) -> int:
+    async def _copy(
+        self,
+        row: HeldSequence,
+        stream: int,
+        staging: StagingView | None,
+        write: WriteBlocks,
+        payload: bytes | memoryview,
+    ) -> int | Reject:
         acked_upto = 0
-        copying = self._copier.submit(
-            lambda: self._memory.write(
+
+        def copy() -> None:
+            self._memory.write(
                 write.block_ids, layer_start=write.layer_start, layer_end=write.layer_end, payload=payload
             )
-        )
+            if staging is not None:
+                staging.check()  # it was still this transfer's: what was copied is what was summed
 
-        def returned(copy: asyncio.Future[None]) -> None:
+        copying = self._copier.submit(copy)
+
+        def returned(copied: asyncio.Future[None]) -> None:
             nonlocal acked_upto
-            if copy.cancelled() or copy.exception() is not None:
+            error = asyncio.CancelledError() if copied.cancelled() else copied.exception()
+            if error is not None:
                 row.receiver.copy_failed(write.number, stream=stream)
-                self._service.fail_transfer(row, ServingError(ErrorCode.INTERNAL, "internal error"))
+                self._service.fail_transfer(row, _damaged() if isinstance(error, StagingError) else _internal())
                 self._service.copy_returned(row, 0)
                 return
             acked_upto = row.receiver.copied(write.number, stream=stream)
@@ -202,7 +261,10 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
 
         copying.add_done_callback(returned)
         # The stream may break and the attempt may end meanwhile: the copy goes on, and is waited for by the row.
-        await asyncio.shield(copying)
+        try:
+            await asyncio.shield(copying)
+        except StagingError as error:
+            return Reject(code=RejectCode.BAD_RANGE, message=str(error))
         return acked_upto
 
     def _refuse(self, row: HeldSequence, rejected: Reject) -> None:
@@ -210,7 +272,15 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         self._metrics.refused_total.add("frame")
         self._log.warning("frame refused", key=str(row.key), code=rejected.code.value, reason=rejected.message)
         if row.stage is Stage.RECEIVING and rejected.code in (RejectCode.BAD_CHECKSUM, RejectCode.BAD_RANGE):
-            self._service.fail_transfer(row, ServingError(ErrorCode.KV_CORRUPT, "the KV was damaged on its way"))
+            self._service.fail_transfer(row, _damaged())
+
+
+def _damaged() -> ServingError:
+    return ServingError(ErrorCode.KV_CORRUPT, "the KV was damaged on its way")
+
+
+def _internal() -> ServingError:
+    return ServingError(ErrorCode.INTERNAL, "internal error")
 
 
 async def _reject(context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]", rejected: Reject) -> None:

@@ -1,12 +1,21 @@
 """What the table tells of itself: to the scheduler in inventory and heartbeat, to the log at the end of an attempt."""
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from decode_worker.sequence import HeldSequence
 from shared.codec import worker_events
 from shared.domain.ids import RequestKey
 from shared.domain.request import SequenceState
 from shared.wire import scheduler_pb2
+
+
+class EventSink(Protocol):
+    """The session with the scheduler, as far as the table needs it."""
+
+    def post(self, event: scheduler_pb2.WorkerEvent) -> None: ...
+
+    def heartbeat_soon(self) -> None: ...
 
 
 def inventory(rows: Iterable[HeldSequence], ended: Iterable[RequestKey]) -> scheduler_pb2.Inventory:

@@ -129,6 +129,11 @@ class HeldSequence:
         if finish is not None:
             self.outbox.close(finish)
 
+    def touch_reader(self) -> None:
+        """Whoever reads it has news."""
+        if self.reader is not None:
+            self.reader.touch(self)
+
     def take_first(self, token: SampledToken, cached_tokens: int, eos_ids: frozenset[TokenId]) -> FinishReason | None:
         """Token 1, from prefill. Returns the reason where the answer ends with it."""
         finish = finish_reason(self.spec, index=1, token_id=token.token_id, eos_ids=eos_ids)

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from structlog.typing import FilteringBoundLogger
 
 from decode_worker import reports
-from decode_worker.grower import Grower
+from decode_worker.grower import DecodeEngine, Grower
 from decode_worker.growth import PARKED_S, check_fits, num_blocks_at_start
-from decode_worker.links import DecodeEngine, EventSink
 from decode_worker.outbox import Outbox, outbox_capacity
+from decode_worker.reports import EventSink
 from decode_worker.reservations import Refusal, Reservation, Reservations
 from decode_worker.sequence import HeldSequence, Stage, TokenReader, hold
 from shared.codec import worker_events
@@ -260,7 +260,7 @@ class DecodeService:
         self.sign(row)
         row.moments.first_token_at = self._clock.monotonic()
         finish = row.take_first(token, cached_tokens, self._eos_ids)
-        self._touch(row)
+        row.touch_reader()
         if finish is not None:
             self._end(row)
         else:
@@ -327,7 +327,7 @@ class DecodeService:
                 continue
             row.take(token.index, token.sampled, token.finish)
             row.moved_at = now
-            self._touch(row)
+            row.touch_reader()
             if token.finish is not None:
                 self._end(row)
         for key, fault in step.faults.items():
@@ -475,10 +475,6 @@ class DecodeService:
         self._reservations.bury(row.key, self._clock.monotonic(), computed_tokens=row.num_computed)
         self._events.heartbeat_soon()  # a place is free again
         self._log.info("attempt ended", **reports.ended_fields(row))
-
-    def _touch(self, row: HeldSequence) -> None:
-        if row.reader is not None:
-            row.reader.touch(row)
 
     def _report_reserved(self, key: RequestKey, epoch: Epoch, held: Reservation) -> None:
         target = KvTarget(

@@ -47,6 +47,7 @@ async def run_worker(process: Process, config: DecodeConfig, engine: Engine) -> 
         outbox_tokens=config.outbox_tokens,
         outbox_bytes=config.outbox_bytes,
         shares_answers=engine.has_same_numerics,
+        transports=config.kv_transports,
         clock=process.clock,
         metrics=process.metrics,
         log=process.log,
@@ -69,7 +70,9 @@ async def run_worker(process: Process, config: DecodeConfig, engine: Engine) -> 
         stack.push_async_callback(step_loop.stop)
         receiver = KvReceiver(
             service=service,
-            acquaintances=Acquaintances(incarnation=process.incarnation, layout=layout),
+            acquaintances=Acquaintances(
+                incarnation=process.incarnation, layout=layout, transports=config.kv_transports
+            ),
             incarnation=process.incarnation,
             memory=engine.memory,
             copier=copier,
