@@ -57,8 +57,8 @@ _PARAMETERS: Final = (INT64,) * 5
 quantise_int16: Final[Any] = micro_kernel("quantise_int16", _PARAMETERS, partial(_emit_quantise, 16))
 """quantise_int16((x, q, scale, sums, num_groups)), addresses: 32 float32 of a group to int16 in the order PAIR_ORDER.
 
-largest = max(max |x|, 1e-20); q = round(x * (32767 / largest)); scale = largest / 32767; sums = scale * sum of q; all in
-float32. A group with a number that is not finite gets "not a number" as its scale: every product with it shows that.
+largest = max(max |x|, 1e-20); q = round(x * (32767 / largest)); scale = largest / 32767; sums = scale * sum of q; all
+in float32. A group with a number that is not finite gets "not a number" as its scale: every product with it shows that.
 """
 quantise_int8: Final[Any] = micro_kernel("quantise_int8", _PARAMETERS, partial(_emit_quantise, 8))
 """The same with int8 in plain order and 127."""

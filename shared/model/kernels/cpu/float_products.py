@@ -9,7 +9,7 @@ Unpacked weights: [k in group][16 outputs] float32, as the 32-bit kind has them 
 from collections.abc import Iterator, Sequence
 
 from shared.model.kernels.cpu.packing import F32_GROUP_BYTES, GROUP, PAIR_ORDER, Q4_GROUP_BYTES, Q8_GROUP_BYTES
-from shared.model.kernels.cpu.products import BLOCKS, Row
+from shared.model.kernels.cpu.products import BLOCKS, Row, Total
 from shared.model.kernels.cpu.vectors import Emitter, Value, constant, f32, f32x8, i8x16, i16x16, i32x8
 
 _UNROLLED = 4
@@ -25,8 +25,8 @@ class FloatKind:
         self.is_joined = weight_bits == 32
         self.x_bytes = 4
         self.scratch_bytes = 0 if weight_bits == 32 else F32_GROUP_BYTES
-        # Six rows are twelve sums, more than the eight that the latency of fma asks for, and leave four registers.
-        self.turns = (6, 2, 1)
+        # Four rows are eight sums, what the latency of fma asks for at two a cycle; six were slower at most row counts.
+        self.turns: Sequence[int] = (4, 3, 2, 1)
 
     def unpack(self, emit: Emitter, group: Sequence[Value], unpacked: Value) -> None:
         for k, weights in enumerate(self._weights(emit, group)):
@@ -34,10 +34,10 @@ class FloatKind:
                 emit.store(weight, unpacked, 64 * k + 32 * block)
 
     def add_unpacked(
-        self, emit: Emitter, group: Sequence[Value], unpacked: Value, rows: Sequence[Row], totals: Sequence[Value]
+        self, emit: Emitter, group: Sequence[Value], unpacked: Value, rows: Sequence[Row], totals: Sequence[Total]
     ) -> list[Value]:
         del group
-        variables = [emit.variable(f32x8, total) for total in totals]
+        variables = [emit.variable(f32x8, total()) for total in totals]
         with emit.loop(GROUP // _UNROLLED) as turn:
             weights_at = emit.at(unpacked, emit.times(turn, _UNROLLED * 64))
             xs_at = [emit.at(row.x, emit.times(turn, _UNROLLED * 4)) for row in rows]
@@ -50,9 +50,9 @@ class FloatKind:
         return [emit.get(variable) for variable in variables]
 
     def add_packed(
-        self, emit: Emitter, group: Sequence[Value], rows: Sequence[Row], totals: Sequence[Value]
+        self, emit: Emitter, group: Sequence[Value], rows: Sequence[Row], totals: Sequence[Total]
     ) -> list[Value]:
-        running = list(totals)
+        running = [total() for total in totals]
         for k, weights in enumerate(self._weights(emit, group)):
             running = _add(emit, weights, [emit.load_broadcast(f32, row.x, 4 * k) for row in rows], running)
         return running

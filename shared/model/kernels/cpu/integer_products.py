@@ -13,7 +13,7 @@ Unpacked weights: [step][2 blocks] vectors of 32 bytes, a step for each 32 bits 
 from collections.abc import Iterator, Sequence
 
 from shared.model.kernels.cpu.packing import GROUP, Q4_GROUP_BYTES, Q8_GROUP_BYTES
-from shared.model.kernels.cpu.products import BLOCKS, Row
+from shared.model.kernels.cpu.products import BLOCKS, Row, Total
 from shared.model.kernels.cpu.vectors import Emitter, Value, constant, f32, f32x8, i8x16, i8x32, i16x16, i32
 
 
@@ -30,7 +30,7 @@ class IntegerKind:
         self._vector = i16x16 if activation_bits == 16 else i8x32
         self.scratch_bytes = self._num_steps * BLOCKS * 32
         # Four rows and two blocks are eight sums, two vectors of weights and one of activations: 11 of 16 registers.
-        self.turns = (4, 2, 1)
+        self.turns: Sequence[int] = (4, 2, 1)
 
     def unpack(self, emit: Emitter, group: Sequence[Value], unpacked: Value) -> None:
         for block, address in enumerate(group):
@@ -38,7 +38,7 @@ class IntegerKind:
                 emit.store(vector, unpacked, (step * BLOCKS + block) * 32)
 
     def add_unpacked(
-        self, emit: Emitter, group: Sequence[Value], unpacked: Value, rows: Sequence[Row], totals: Sequence[Value]
+        self, emit: Emitter, group: Sequence[Value], unpacked: Value, rows: Sequence[Row], totals: Sequence[Total]
     ) -> list[Value]:
         steps = (
             [emit.load(self._vector, unpacked, (step * BLOCKS + block) * 32) for block in range(BLOCKS)]
@@ -47,7 +47,7 @@ class IntegerKind:
         return self._add(emit, group, steps, rows, totals)
 
     def add_packed(
-        self, emit: Emitter, group: Sequence[Value], rows: Sequence[Row], totals: Sequence[Value]
+        self, emit: Emitter, group: Sequence[Value], rows: Sequence[Row], totals: Sequence[Total]
     ) -> list[Value]:
         steps = (list(vectors) for vectors in zip(*(self._weights(emit, block) for block in group), strict=True))
         return self._add(emit, group, steps, rows, totals)
@@ -78,7 +78,7 @@ class IntegerKind:
         blocks: Sequence[Value],
         steps: Iterator[list[Value]],
         rows: Sequence[Row],
-        totals: Sequence[Value],
+        totals: Sequence[Total],
     ) -> list[Value]:
         builder = emit.builder
         is_wide = self._activation_bits == 16
@@ -91,6 +91,7 @@ class IntegerKind:
                     place = index * len(blocks) + block
                     before = integers[place]
                     integers[place] = product if before is None else builder.add(before, product)
+            integers = [*emit.pin(integers)]
         multipliers = [emit.load_halves(block) for block in blocks]
         minima = [emit.load_halves(block, 16) for block in blocks] if self._weight_bits == 4 else []
         result: list[Value] = []
@@ -100,7 +101,7 @@ class IntegerKind:
                 place = index * len(blocks) + block
                 # Eight sums of bytes fit 16 bits, 8 x 2 x 15 x 127 = 30480; the last neighbours are added in 32.
                 whole = integers[place] if is_wide else emit.pair_products(integers[place], constant(i16x16, 1))
-                total = totals[place]
+                total = totals[place]()
                 if minima:
                     total = emit.fma(minima[block], emit.load_broadcast(f32, row.sums), total)
                 factor = builder.fmul(multipliers[block], scale)

@@ -1,14 +1,13 @@
 """The products that a model step is made of, by mode, for use in compiled code.
 
-Memory of activations, addresses of row 0 in each call; `stride` is the number of activations between rows, a multiple of 32:
+Memory of activations, by the address of row 0; `stride` counts activations between rows, a multiple of 32:
 
     x      float32 [rows, stride] for F32, Q4F32 and Q8F32; int16 [rows, stride] for Q4A16 and Q8A16, in each eight the
            order PAIR_ORDER; int8 [rows, stride] for Q4A8
     scale  float32 [rows, stride/32]: x = scale * integer
     sums   float32 [rows, stride/32]: scale * sum of the group's integers
 
-Weights are what `packing` makes: F32 of pack_f32, Q4* of pack_q4, Q8* of pack_q8. Modes of the body and of the head that
-goes with it (`HEAD_MODES`) are what differ in a model.
+Weights are what `packing` makes: F32 of pack_f32, Q4* of pack_q4, Q8* of pack_q8.
 """
 
 from functools import partial
@@ -47,6 +46,7 @@ linear_range: Final[Any] = select_kernel(
 """linear_range(mode, (weights, k, x, scale, sums, stride, out, out_stride, num_rows, accumulate, first_out, end_out)):
 out[row, first_out:end_out] = (or +=, where accumulate is 1) x[row, :k] . weights, in float32.
 
-`first_out` and `end_out` are multiples of 16; a range has the bits that the whole would have, and a row those that it would
-have alone. out_stride counts float32. Where `mode` is a constant of the calling function only its code is compiled.
+`first_out` and `end_out` are multiples of 16; a range has the bits that the whole would have, and a row those that it
+would have alone. out_stride counts float32. Where `mode` is a constant of the calling function only its code is
+compiled; else the call chooses among all.
 """

@@ -1,8 +1,8 @@
 """Memory of packed weights, and the packing of plain arrays into it and back.
 
-A weight matrix [out, k] is cut into units of 16 outputs; a unit is what one thread multiplies at a time, and follows the
-one before it without a gap. `k` is cut into groups of 32, each with its own scale. `out` is padded to whole units with
-zero rows (`padded_outputs`); k must be a multiple of 32.
+A weight matrix [out, k] is cut into units of 16 outputs; a unit is what one thread multiplies at a time, and follows
+the one before it without a gap. `k` is cut into groups of 32, each with its own scale. `out` is padded to whole units
+with zero rows (`padded_outputs`); k must be a multiple of 32.
 
 float32: a unit is [k][16] float32, outputs innermost.
 
@@ -86,7 +86,7 @@ def unpack_q4(
     groups = packed.reshape(packed.shape[0] * 2, -1, Q4_GROUP_BYTES)
     num_groups = groups.shape[1]
     nibbles = groups[:, :, 32:].reshape(-1, num_groups, 4, BLOCK, 4)
-    halves = np.stack([nibbles & 15, nibbles >> 4], axis=-1)
+    halves = np.stack([nibbles & np.uint8(15), nibbles >> np.uint8(4)], axis=-1)
     codes = np.ascontiguousarray(halves.transpose(0, 3, 1, 2, 5, 4)).reshape(-1, num_groups * GROUP)
     scales, minima = (_plain_scales(groups[:, :, start : start + 16]) for start in (0, 16))
     return codes[:num_outputs], scales[:num_outputs], minima[:num_outputs]

@@ -137,7 +137,7 @@ class Emitter:
     def loop(self, count: Value | int) -> Generator[Value]:
         """The block is the body of a loop over 0, 1 ... count - 1, given as i64."""
         limit = constant(i64, count) if isinstance(count, int) else count
-        with cast("Any", cgutils).for_range(self.builder, limit, intp=i64) as loop:
+        with cgutils.for_range(self.builder, limit, intp=i64) as loop:
             yield loop.index
 
     def when(self, condition: Value) -> AbstractContextManager[Any]:
@@ -147,6 +147,22 @@ class Emitter:
     def either(self, condition: Value) -> AbstractContextManager[tuple[Any, Any]]:
         """Two blocks, for where `condition` holds and where not."""
         return self.builder.if_else(condition)
+
+    def pin(self, values: Sequence[Value]) -> list[Value]:
+        """The same values, computed before this point, with no load moved across it; emits nothing.
+
+        LLVM would otherwise turn a long chain of integer sums into a tree and load everything first: with more vectors
+        alive than there are registers, half of the time goes to spills. At most 8 values of one type.
+        """
+        if self._portable:
+            return list(values)
+        constraints = ["=x"] * len(values) + [str(index) for index in range(len(values))] + ["~{memory}"]
+        kinds = [value.type for value in values]
+        result = kinds[0] if len(kinds) == 1 else ir.LiteralStructType(kinds)
+        pinned = self.builder.asm(ir.FunctionType(result, kinds), "", ",".join(constraints), values, True)
+        if len(kinds) == 1:
+            return [pinned]
+        return [self.builder.extract_value(pinned, index) for index in range(len(kinds))]
 
     # ---- lanes
     def shuffle(self, vector: Value, lanes: Sequence[int]) -> Value:

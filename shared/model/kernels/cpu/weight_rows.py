@@ -1,6 +1,5 @@
 """One row of packed weights as float32: embeddings are read from the packed head, without a second table."""
 
-from functools import partial
 from typing import Any, Final
 
 from shared.model.kernels.cpu.packing import (
