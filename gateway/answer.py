@@ -62,6 +62,8 @@ class Frame:
     data: bytes
     token_index: int | None = None
     has_text: bool = False
+    choice: int = 0
+    """Which answer it belongs to, where a client gets several."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,10 +4,12 @@ import asyncio
 
 from gateway.clients.link import LinkBroken
 from gateway.clients.scheduler import CancelAnswer, SchedulerClient
+from gateway.request_id import child_id
+from gateway.schemas import MAX_CHOICES
 from shared.aio.scope import spawn
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestId
-from shared.domain.request import CancelReason
+from shared.domain.request import CancelReason, RequestState
 from shared.obs.logs import get_logger
 from shared.state.cancellation import Cancellations
 
@@ -41,6 +43,38 @@ class Canceller:
                 if told.is_released:
                     await self._clear(request_id)
                 return told
+
+    async def cancel_answers(self, request_id: RequestId, reason: CancelReason) -> CancelAnswer:
+        """As `cancel`; a question with several answers is known to the scheduler by their ids alone, so they are asked
+        for where nobody knows the question's. The answers together have released what all of them have.
+        """
+        try:
+            return await self.cancel(request_id, reason)
+        except ServingError as error:
+            if error.code is not ErrorCode.REQUEST_NOT_FOUND:
+                raise
+            unknown = error
+        ids = [child_id(request_id, choice) for choice in range(MAX_CHOICES)]
+        async with asyncio.TaskGroup() as group:
+            asking = [spawn(group, self._cancel_one(one, reason), name=f"cancel {one}") for one in ids]
+        answers = [task.result() for task in asking]
+        known = [answer for answer in answers if isinstance(answer, CancelAnswer)]
+        failures = [answer for answer in answers if isinstance(answer, ServingError)]
+        failures = [failure for failure in failures if failure.code is not ErrorCode.REQUEST_NOT_FOUND]
+        if not known:
+            raise failures[0] if failures else unknown
+        return CancelAnswer(
+            is_released=not failures and all(answer.is_released for answer in known),
+            state=next((answer.state for answer in known if answer.state is not RequestState.FINISHED), known[0].state),
+            blocks_freed=sum(answer.blocks_freed for answer in known),
+        )
+
+    async def _cancel_one(self, request_id: RequestId, reason: CancelReason) -> CancelAnswer | ServingError:
+        """A failure as a value, so that it does not end the others."""
+        try:
+            return await self.cancel(request_id, reason)
+        except ServingError as error:
+            return error
 
     async def leave_mark(self, request_id: RequestId, reason: CancelReason) -> bool:
         """Whether a scheduler will find it."""

@@ -74,7 +74,7 @@ class Intake:
 
 
 def child_seed(seed: int, choice: int) -> int:
-    """Of answer `choice` (from 0) of several: the first 8 bytes of blake2b(seed, choice), all in little-endian order."""
+    """Of answer `choice` (from 0) of several: the first 8 bytes of blake2b(seed, choice), numbers little-endian."""
     source = seed.to_bytes(8, "little") + choice.to_bytes(8, "little")
     return int.from_bytes(blake2b(source).digest()[:8], "little")
 
@@ -206,7 +206,7 @@ def _sampling(body: GenerationBody, vocab_size: int) -> SamplingParams:
 
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[TokenId, float], ...]:
-    """In order of the ids. JSON's keys are texts: each must be an id of the vocabulary, written as JSON writes numbers."""
+    """In order of the ids. JSON's keys are texts: each must be an id of the vocabulary, without signs and zeros."""
     by_id: dict[TokenId, float] = {}
     for key, bias in biases.items():
         is_number = key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_DIGITS

@@ -18,7 +18,7 @@ class Journal:
         self._clock = clock
         self._metrics = metrics
         self._identity = identity
-        self._route = route
+        self.route = route
         self._received_at = clock.monotonic()
         self._marks_ms: dict[str, float] = {}
         self._workers: dict[str, WorkerId] = {}
@@ -50,7 +50,7 @@ class Journal:
             "request",
             request_id=self._identity.request_id,
             client_request_id=self._identity.client_request_id,
-            route=self._route,
+            route=self.route,
             outcome=outcome.value,
             code=None if error is None else error.code.value,
             param=None if error is None else error.param,

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestId
@@ -19,6 +19,15 @@ class Identity:
 
     request_id: RequestId
     client_request_id: str | None
+
+    @property
+    def completion_id(self) -> str:
+        """What the answer calls itself; the answers to one question (n > 1) share it."""
+        return COMPLETION_PREFIX + self.request_id.partition(".")[0]
+
+    def child(self, choice: int) -> "Identity":
+        """Of one answer of several."""
+        return replace(self, request_id=child_id(self.request_id, choice))
 
     @property
     def headers(self) -> dict[str, str]:
@@ -39,6 +48,11 @@ def new_request_id(unix_ms: int) -> RequestId:
     """A ULID: 48 bits of time, 80 random ones, sortable as text."""
     number = unix_ms << 80 | secrets.randbits(80)
     return RequestId("".join(_CROCKFORD[number >> shift & 31] for shift in range(125, -1, -5)))
+
+
+def child_id(request_id: RequestId, choice: int) -> RequestId:
+    """Of answer `choice` (from 0) of several to one question."""
+    return RequestId(f"{request_id}.{choice}")
 
 
 def parse_request_id(text: str) -> RequestId:

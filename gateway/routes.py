@@ -14,10 +14,11 @@ from gateway.answer import Answer
 from gateway.body import BodyReader
 from gateway.config import GatewayConfig
 from gateway.errors import error_body, error_headers, http_status
+from gateway.group import SessionGroup
 from gateway.intake import DEFAULT_ALIAS, Intake, IntakeReader, accepts_event_stream
 from gateway.journal import Journal
 from gateway.request_id import COMPLETION_PREFIX, Identity, new_identity, parse_request_id
-from gateway.session import Services
+from gateway.session import Services, Session
 from gateway.sessions import Sessions
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.request import CancelReason, RequestState
@@ -84,7 +85,8 @@ class Routes:
             journal.num_ignored_fields = intake.num_ignored_fields
             if intake.num_ignored_fields:
                 self._services.metrics.ignored_fields.add(intake.num_ignored_fields)
-            session = self._sessions.start(self._services, intake, identity, journal, leave)
+            session, leave = self._session(intake, identity, journal, leave)
+            self._sessions.start(session, leave, name=identity.request_id)
         except BaseException as error:
             leave()
             told = error if isinstance(error, ServingError) else None
@@ -97,6 +99,28 @@ class Routes:
             keep_alive_s=self._config.keep_alive_s,
             stall_timeout_s=self._config.stall_timeout_s,
         )
+
+    def _session(
+        self, intake: Intake, identity: Identity, journal: Journal, leave: Callable[[], None]
+    ) -> tuple[Session | SessionGroup, Callable[[], None]]:
+        """With what gives back its places. Raises OVERLOADED where there is no place for each of several answers."""
+        services = self._services
+        if not intake.children:
+            return Session(services, intake, identity, journal), leave
+
+        def child_journal(child: Identity) -> Journal:
+            made = Journal(services.clock, services.metrics, child, journal.route)
+            made.num_prompt_tokens = journal.num_prompt_tokens
+            return made
+
+        session = SessionGroup(services, intake, identity, journal, child_journal)
+        leave_more = self._sessions.enter(len(intake.children) - 1)
+
+        def leave_all() -> None:
+            leave_more()
+            leave()
+
+        return session, leave_all
 
     # ---- the rest
 
@@ -112,7 +136,7 @@ class Routes:
     async def cancel(self, request_id: str) -> Response:
         """DELETE /v1/requests/{id}: 200 when all is released, 202 when some of it is still owed."""
         bare_id = parse_request_id(request_id)
-        answer = await self._services.canceller.cancel(bare_id, CancelReason.DELETE)
+        answer = await self._services.canceller.cancel_answers(bare_id, CancelReason.DELETE)
         body = {
             "id": COMPLETION_PREFIX + bare_id,
             "object": "request.cancellation",

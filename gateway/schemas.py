@@ -10,44 +10,42 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.sampling import (
+    MAX_BIASED_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
 
 MAX_STOP_STRINGS = 16
+MAX_CHOICES = 8  # each is a request of its own to the workers
 MIN_SEED = -(2**63)
 MAX_SEED = 2**64 - 1
 _MAX_UINT32 = 2**32 - 1
+_MAX_KEY_CHARS = 64  # of a client's key in an error message
 
 # Field -> values that ask for nothing. Everything else would be silently dropped, so it is refused.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (None,),
-    "best_of": (None, 1),
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
     "conversation_id": (None,),
     "echo": (None, False),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "guided_choice": (None,),
     "guided_grammar": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
     "modalities": (None, ["text"]),
-    "n": (None, 1),
     "prediction": (None,),
-    "presence_penalty": (None, 0),
     "reasoning_effort": (None, "none"),
-    "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
     "resumable": (None, False),
-    "stop_token_ids": (None, []),
     "timeout": (None,),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
-    "top_logprobs": (None, 0),
     "truncate_prompt_tokens": (None,),
     "web_search_options": (None,),
 }
@@ -133,6 +131,23 @@ class GenerationBody(_Body):
     stop: Annotated[
         list[Annotated[Text, Field(min_length=1)]], BeforeValidator(_list_stops), Field(max_length=MAX_STOP_STRINGS)
     ] = []
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Text, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]],
+            Field(max_length=MAX_BIASED_TOKENS),
+        ]
+        | None
+    ) = None
+    min_tokens: Annotated[int, Field(ge=0, le=_MAX_UINT32)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: int | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     ignore_eos: bool | None = None
@@ -143,11 +158,27 @@ class GenerationBody(_Body):
         """Raises INVALID_REQUEST about the first field that is wrong."""
         _refuse_unsupported(body, _UNSUPPORTED, "")
         try:
-            return cls.model_validate(body)
+            parsed = cls.model_validate(body)
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             param = _param_of(problem["loc"])
             raise _invalid(f"{param or 'body'}: {problem['msg']}", param or None) from None
+        parsed._check_together()
+        return parsed
+
+    def _check_together(self) -> None:
+        """What one field demands of another."""
+        if self.top_logprobs and not self.logprobs:
+            raise _invalid("top_logprobs: only with logprobs true", "top_logprobs")
+        max_tokens = self.chosen_max_tokens
+        if max_tokens is not None and (self.min_tokens or 0) > max_tokens:
+            raise _invalid(f"min_tokens: {self.min_tokens} is more than max_tokens, {max_tokens}", "min_tokens")
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise _invalid("best_of: only the value of n is supported", "best_of")
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
 
     @property
     def chosen_max_tokens(self) -> int | None:
@@ -171,11 +202,12 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(GenerationBody):
-    """POST /api/chat: `messages`, or `message` for a single user turn."""
+    """POST /api/chat: `messages`, or `message` for a single user turn; one answer."""
 
     model: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     message: Text | None = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
 
     @property
     def turns(self) -> list[Message]:
@@ -194,8 +226,7 @@ def refuse_unsupported_messages(messages: list[Message]) -> None:
 def _refuse_unsupported(fields: dict[str, Any], unsupported: dict[str, tuple[object, ...]], path: str) -> None:
     for name, harmless in unsupported.items():
         if name in fields and not any(_is_same(fields[name], value) for value in harmless):
-            what = "n: only 1 is supported" if name == "n" else f"{path}{name} is not supported"
-            raise _invalid(what, path + name)
+            raise _invalid(f"{path}{name} is not supported", path + name)
 
 
 def _is_same(given: object, value: object) -> bool:
@@ -204,8 +235,9 @@ def _is_same(given: object, value: object) -> bool:
 
 
 def _param_of(loc: tuple[int | str, ...]) -> str:
-    """As `messages[0].role`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+    """As `messages[0].role`; a key of the client's own is cut."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_KEY_CHARS]}" for part in loc)
+    return "".join(parts).removeprefix(".")
 
 
 def _invalid(message: str, param: str | None) -> ServingError:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from gateway import sse
 from gateway.answer import ClientLink, Frame, Head
+from gateway.answer_text import TextPart
 from gateway.canceller import Canceller
 from gateway.clients.scheduler import Placed, Queued, SchedulerClient
 from gateway.clients.tokens import AttachRefused, SequenceEnded, TokensArrived, TokenStreams, TokenSubscription
@@ -23,7 +24,7 @@ from gateway.errors import error_body, error_headers, http_status
 from gateway.fleet import FleetView
 from gateway.intake import AnswerForm, Intake
 from gateway.journal import Journal
-from gateway.request_id import COMPLETION_PREFIX, Identity
+from gateway.request_id import Identity
 from shared.aio.channel import ChannelClosed
 from shared.aio.scope import cancel_and_wait, spawn, stop_when
 from shared.domain.clock import Clock
@@ -78,7 +79,7 @@ class Session:
         self._placed: Placed | None = None
         self._has_place = asyncio.Event()
         self._subscription: TokenSubscription | None = None
-        self._texts: list[str] = []  # of a whole answer
+        self._parts: list[TextPart] = []  # of a whole answer
         self._num_tokens = 0
         self._cached_tokens = 0
         self._queued_index = 0  # of the last frame that the link was given
@@ -95,6 +96,20 @@ class Session:
     def is_stream(self) -> bool:
         """Whether the client gets its answer bit by bit."""
         return self._intake.form is not AnswerForm.WHOLE
+
+    @property
+    def error(self) -> ServingError | None:
+        """Why the answer has no end of its own; None while it is under way and where it has one."""
+        return None if self._is_answered else self._break_error
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        return Usage(
+            prompt_tokens=len(self._intake.prompt_ids),
+            completion_tokens=self._num_tokens,
+            cached_tokens=self._cached_tokens,
+        )
 
     async def run(self) -> None:
         """To the end, whatever happens; raises nothing but a cancellation."""
@@ -121,7 +136,7 @@ class Session:
             if self._subscription is not None:
                 self._subscription.close()
             if self._num_tokens:
-                self._journal.usage = self._usage()
+                self._journal.usage = self.usage
             self._journal.write(self._end_state(), self._break_error if not self._is_answered else None)
 
     def cancel(self, reason: CancelReason, error: ServingError) -> None:
@@ -211,7 +226,7 @@ class Session:
                     await self._take_tokens(event, subscription)
                 case SequenceEnded():
                     self._num_tokens = event.index
-                    await self._finish([self._intake.detokenizer.flush()], event.reason)
+                    await self._finish([self._intake.text.flush()], event.reason)
                 case AttachRefused():
                     await asyncio.sleep(_REFUSED_WAIT_S)  # the outcome breaks it off
                     _log.warning("attach refused", request_id=self._id, code=event.error.code.value)
@@ -222,45 +237,47 @@ class Session:
     async def _take_tokens(self, event: TokensArrived, subscription: TokenSubscription) -> None:
         self._journal.mark_first_token()
         self._cached_tokens = self._cached_tokens or event.cached_tokens
-        texts: list[str] = []
-        for token_id in event.ids:  # one delta a token, also where several come at once
-            emission = self._intake.detokenizer.feed((token_id,))
-            texts.append(emission.text)
+        parts: list[TextPart] = []
+        all_logprobs = event.logprobs or (None,) * len(event.ids)
+        for token_id, logprobs in zip(event.ids, all_logprobs, strict=True):  # one delta a token, also of several
+            part = self._intake.text.feed(token_id, logprobs)
+            parts.append(part)
             self._num_tokens += 1
-            if emission.stop_index is not None:
+            if part.is_stop:
                 subscription.finish(self._num_tokens, FinishReason.STOP)
-                await self._finish(texts, FinishReason.STOP)
+                await self._finish(parts, FinishReason.STOP)
                 return
         if not self.is_stream:
-            self._texts += texts
-        elif any(texts):
-            await self._put_text(b"".join(map(self._stream.delta, texts)))
+            self._parts += parts
+        elif any(part.text for part in parts):
+            await self._put_text(b"".join(map(self._stream.delta, parts)))
         self._acknowledge()
 
-    async def _finish(self, texts: list[str], reason: FinishReason) -> None:
-        """The last texts and the end, as one frame.
+    async def _finish(self, parts: list[TextPart], reason: FinishReason) -> None:
+        """The last parts of the text and the end, as one frame.
 
         Nothing where the answer was broken off in the same pass of the loop, before the scope's cancel came through:
         the client is told that error, and an answer has one head and one end.
         """
         if self._break_error is not None:
             return
-        usage = self._usage()
+        usage = self.usage
         self._is_answered = True  # from here on nothing breaks it off: it only waits for room
         if not self.is_stream:
-            self._texts += texts
+            choice = sse.choice_object(
+                self._intake.choice or 0, [*self._parts, *parts], reason, has_logprobs=self._intake.has_logprobs
+            )
             body = sse.completion_object(
-                completion_id=COMPLETION_PREFIX + self._id,
+                completion_id=self._identity.completion_id,
                 model=self._services.served_model_name,
                 created_unix_s=self._created_unix_s,
-                text="".join(self._texts),
-                reason=reason,
+                choices=[choice],
                 usage=usage,
             )
             await self._put_whole(200, {}, json.dumps(body).encode())
         else:
-            data = b"".join(map(self._stream.delta, texts)) + self._stream.finish(reason, usage)
-            await self._put_text(data, has_text=any(texts))
+            data = b"".join(map(self._stream.delta, parts)) + self._stream.finish(reason, usage)
+            await self._put_text(data, has_text=any(part.text for part in parts))
 
     async def _tell_error(self, error: ServingError) -> None:
         """In the stream where it has started, else as a status."""
@@ -332,13 +349,6 @@ class Session:
 
     # ---- ends
 
-    def _usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=len(self._intake.prompt_ids),
-            completion_tokens=self._num_tokens,
-            cached_tokens=self._cached_tokens,
-        )
-
     def _break_off(self, error: ServingError) -> None:
         """The answer ends with an error, unless it has an end. The first error counts."""
         if self._break_error is None and not self._is_answered:
@@ -356,8 +366,9 @@ class Session:
         if self._intake.form is AnswerForm.NAMED_EVENTS:
             return sse.NamedEventEncoder(request_id=self._id)
         return sse.OpenAiEncoder(
-            completion_id=COMPLETION_PREFIX + self._id,
+            completion_id=self._identity.completion_id,
             model=self._services.served_model_name,
             created_unix_s=self._created_unix_s,
             include_usage=self._intake.include_usage,
+            choice=self._intake.choice,
         )

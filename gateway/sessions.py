@@ -3,10 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
-from gateway.intake import Intake
-from gateway.journal import Journal
-from gateway.request_id import Identity
-from gateway.session import Services, Session
+from gateway.group import SessionGroup
+from gateway.session import Session
 from shared.aio.scope import spawn
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.request import CancelReason
@@ -22,7 +20,7 @@ class Sessions:
         self._group = group
         self._max_open = max_open_requests
         self._num_open = 0
-        self._sessions: dict[Session, asyncio.Task[None]] = {}
+        self._sessions: dict[Session | SessionGroup, asyncio.Task[None]] = {}
         self.draining = asyncio.Event()
         """Set when the drain begins: nothing new is taken."""
         self._is_idle = asyncio.Event()
@@ -42,13 +40,16 @@ class Sessions:
     def is_draining(self) -> bool:
         return self.draining.is_set()
 
-    def enter(self) -> Callable[[], None]:
-        """Takes one place, before the body is read; the function gives it back, once. Raises DRAINING or OVERLOADED."""
+    def enter(self, num_places: int = 1) -> Callable[[], None]:
+        """Takes places, all or none, one before the body is read; the function gives them back, once.
+
+        Raises DRAINING or OVERLOADED.
+        """
         if self.is_draining:
             raise ServingError(ErrorCode.DRAINING, "this gateway is shutting down")
-        if self._num_open >= self._max_open:
+        if self._num_open + num_places > self._max_open:
             raise ServingError(ErrorCode.OVERLOADED, "this gateway has too many open requests")
-        self._num_open += 1
+        self._num_open += num_places
         self._is_idle.clear()
         has_left = False
 
@@ -56,20 +57,15 @@ class Sessions:
             nonlocal has_left
             if not has_left:
                 has_left = True
-                self._num_open -= 1
+                self._num_open -= num_places
                 if self._num_open == 0:
                     self._is_idle.set()
 
         return leave
 
-    def start(
-        self, services: Services, intake: Intake, identity: Identity, journal: Journal, leave: Callable[[], None]
-    ) -> Session:
-        """The session owns the place from here on."""
-        session = Session(services, intake, identity, journal)
-        task = spawn(self._group, self._run(session, leave), name=f"session {identity.request_id}")
-        self._sessions[session] = task
-        return session
+    def start(self, session: Session | SessionGroup, leave: Callable[[], None], *, name: str) -> None:
+        """Runs it; it owns its places from here on."""
+        self._sessions[session] = spawn(self._group, self._run(session, leave), name=f"session {name}")
 
     async def wait_idle(self) -> None:
         """Until no request is open."""
@@ -97,7 +93,7 @@ class Sessions:
         for task in self._sessions.values():
             task.cancel()
 
-    async def _run(self, session: Session, leave: Callable[[], None]) -> None:
+    async def _run(self, session: Session | SessionGroup, leave: Callable[[], None]) -> None:
         try:
             await session.run()
         finally:

@@ -6,10 +6,11 @@ comment. Streams of `/v1` carry no `id:`, `event:` or `retry:` line.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
+from gateway.answer_text import LogprobEntry, TextPart
 from shared.domain.errors import ServingError, openai_error
 from shared.domain.request import FinishReason, Usage
 
@@ -43,7 +44,7 @@ class EventEncoder(Protocol):
         """Before the first delta or the finish; may be empty."""
         ...
 
-    def delta(self, text: str) -> bytes: ...
+    def delta(self, part: TextPart) -> bytes: ...
 
     def finish(self, reason: FinishReason, usage: Usage) -> bytes: ...
 
@@ -73,10 +74,10 @@ class EventStream:
         self._state = StreamState.STREAMING
         return queued_comment(queue_position)
 
-    def delta(self, text: str) -> bytes:
+    def delta(self, part: TextPart) -> bytes:
         """Nothing for an empty text."""
         self._require_streaming("delta")
-        return self._begin() + self._encoder.delta(text) if text else b""
+        return self._begin() + self._encoder.delta(part) if part.text else b""
 
     def finish(self, reason: FinishReason, usage: Usage) -> bytes:
         self._require_streaming("finish")
@@ -100,10 +101,17 @@ class EventStream:
 
 
 class OpenAiEncoder:
-    """Chunks of `chat.completion.chunk`, then `[DONE]`."""
+    """Chunks of `chat.completion.chunk`, then `[DONE]`.
 
-    def __init__(self, *, completion_id: str, model: str, created_unix_s: int, include_usage: bool) -> None:
+    `choice` is the number of one answer of several that share a stream: such an encoder writes chunks alone, and leaves
+    the end of the stream to whoever writes the stream.
+    """
+
+    def __init__(
+        self, *, completion_id: str, model: str, created_unix_s: int, include_usage: bool, choice: int | None = None
+    ) -> None:
         self._include_usage = include_usage
+        self._choice = choice
         fields = {
             "id": completion_id,
             "object": "chat.completion.chunk",
@@ -117,23 +125,31 @@ class OpenAiEncoder:
     def begin(self) -> bytes:
         return self._chunk({"role": "assistant", "content": ""}, None)
 
-    def delta(self, text: str) -> bytes:
-        return self._chunk({"content": text}, None)
+    def delta(self, part: TextPart) -> bytes:
+        return self._chunk({"content": part.text}, None, part.logprobs)
 
     def finish(self, reason: FinishReason, usage: Usage) -> bytes:
-        frames = self._chunk({}, reason)
-        if self._include_usage:
-            frames += self._prefix + b'[], "usage": ' + json.dumps(usage_object(usage)).encode() + b"}\n\n"
-        return frames + _DONE
+        last = self._chunk({}, reason)
+        return last if self._choice is not None else last + self.end(usage)
+
+    def end(self, usage: Usage) -> bytes:
+        """The end of a stream: usage where it was asked for, `[DONE]`."""
+        if not self._include_usage:
+            return _DONE
+        return self._prefix + b'[], "usage": ' + json.dumps(usage_object(usage)).encode() + b"}\n\n" + _DONE
 
     def error(self, error: ServingError) -> bytes:
+        if self._choice is not None:
+            return b""
         return b"data: " + json.dumps(openai_error(error)).encode() + b"\n\n" + _DONE
 
-    def _chunk(self, delta: dict[str, str], reason: FinishReason | None) -> bytes:
+    def _chunk(
+        self, delta: dict[str, str], reason: FinishReason | None, logprobs: Sequence[LogprobEntry] = ()
+    ) -> bytes:
         choice = {
-            "index": 0,
+            "index": self._choice or 0,
             "delta": delta,
-            "logprobs": None,
+            "logprobs": _logprobs_object(logprobs) if logprobs else None,
             "finish_reason": None if reason is None else reason.value,
         }
         return self._prefix + json.dumps([choice]).encode() + self._suffix
@@ -148,8 +164,11 @@ class NamedEventEncoder:
     def begin(self) -> bytes:
         return b""
 
-    def delta(self, text: str) -> bytes:
-        return _named("delta", {"delta": text})
+    def delta(self, part: TextPart) -> bytes:
+        body: dict[str, object] = {"delta": part.text}
+        if part.logprobs:
+            body["logprobs"] = _logprobs_object(part.logprobs)
+        return _named("delta", body)
 
     def finish(self, reason: FinishReason, usage: Usage) -> bytes:
         body = {"finish_reason": reason.value, "usage": usage_object(usage), "request_id": self._request_id}
@@ -174,8 +193,21 @@ def usage_object(usage: Usage) -> dict[str, object]:
     }
 
 
+def choice_object(
+    index: int, parts: Sequence[TextPart], reason: FinishReason, *, has_logprobs: bool
+) -> dict[str, object]:
+    """One of the choices of OpenAI's whole answer."""
+    entries = [entry for part in parts for entry in part.logprobs]
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": "".join(part.text for part in parts), "refusal": None},
+        "logprobs": _logprobs_object(entries) if has_logprobs else None,
+        "finish_reason": reason.value,
+    }
+
+
 def completion_object(
-    *, completion_id: str, model: str, created_unix_s: int, text: str, reason: FinishReason, usage: Usage
+    *, completion_id: str, model: str, created_unix_s: int, choices: Sequence[dict[str, object]], usage: Usage
 ) -> dict[str, object]:
     """OpenAI's whole answer."""
     return {
@@ -183,16 +215,13 @@ def completion_object(
         "object": "chat.completion",
         "created": created_unix_s,
         "model": model,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": reason.value,
-            }
-        ],
+        "choices": list(choices),
         "usage": usage_object(usage),
     }
+
+
+def _logprobs_object(entries: Sequence[LogprobEntry]) -> dict[str, object]:
+    return {"content": list(entries), "refusal": None}
 
 
 def _named(event: str, body: Mapping[str, object]) -> bytes:

@@ -18,10 +18,17 @@ from gateway.clients.link import CALL_ERRORS
 from shared.aio.backoff import Backoff
 from shared.aio.scope import spawn
 from shared.codec.errors import detail_to_error
-from shared.codec.request import finish_reason_from_wire, finish_reason_to_wire, key_from_wire, key_to_wire
+from shared.codec.request import (
+    finish_reason_from_wire,
+    finish_reason_to_wire,
+    key_from_wire,
+    key_to_wire,
+    logprobs_from_wire,
+)
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Incarnation, RequestKey, TokenId
 from shared.domain.request import FinishReason
+from shared.domain.sampling import TokenLogprobs
 from shared.obs.logs import get_logger
 from shared.obs.metrics import Metrics
 from shared.rpc.channels import ChannelPool
@@ -43,6 +50,8 @@ class TokensArrived:
 
     ids: tuple[TokenId, ...]
     cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One a token, or none at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +140,8 @@ class TokenSubscription:
                 self._next_index += len(ids)
                 self._num_untaken += len(ids)
                 cached = message.cached_tokens if message.first_index == 1 else 0
-                self._add(TokensArrived(ids=ids, cached_tokens=cached))
+                logprobs = tuple(map(logprobs_from_wire, message.logprobs[skipped:]))
+                self._add(TokensArrived(ids=ids, cached_tokens=cached, logprobs=logprobs))
         reason = finish_reason_from_wire(message.end.reason) if message.HasField("end") else None
         if reason is not None and message.end.index == self._next_index - 1:
             self._add(SequenceEnded(index=message.end.index, reason=reason))

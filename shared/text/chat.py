@@ -69,6 +69,10 @@ class ChatTokenizer(ABC):
     def detokenizer(self, prompt_ids: Sequence[TokenId], stop: Sequence[str] = ()) -> Detokenizer:
         """The text of one answer to this prompt."""
 
+    def token_name(self, token_id: TokenId) -> str:
+        """What a token without text is called; empty where it has no name."""
+        return ""
+
 
 class ModelChatTokenizer(ChatTokenizer):
     """The tokenizer and chat template of a real model."""
@@ -126,6 +130,10 @@ class ModelChatTokenizer(ChatTokenizer):
         """As the base says. The first blank is the tokenizer's own only where no text stands before it."""
         at_text_start = self._pieces.strips_leading_blank and not any(map(self._pieces, prompt_ids))
         return Detokenizer(self._pieces, stop, strips_leading_blank=at_text_start)
+
+    def token_name(self, token_id: TokenId) -> str:
+        """As the tokenizer writes it, `<|im_end|>` for one."""
+        return self._encoder.id_to_token(token_id) or ""
 
 
 class ScriptedChatTokenizer(ChatTokenizer):

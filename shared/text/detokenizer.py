@@ -49,6 +49,15 @@ class Detokenizer:
         """Tokens taken, up to and with the one that completed a stop string."""
         return self._num_fed
 
+    @property
+    def num_held_chars(self) -> int:
+        """Whole characters that are held back, as they may become a stop string."""
+        return self._stops.num_held
+
+    def token_bytes(self, token_id: TokenId) -> bytes:
+        """What a token stands for, wherever it stands; empty for special tokens and ends."""
+        return self._token_bytes(token_id)
+
     def feed(self, token_ids: Sequence[TokenId]) -> Emission:
         """Take the next tokens; what follows a completed stop string is ignored."""
         texts: list[str] = []

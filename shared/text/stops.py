@@ -20,6 +20,11 @@ class StopMatcher:
         self._matched = [0] * len(self._stops)  # characters of each stop string that the text ends with
         self._held = ""
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are held."""
+        return len(self._held)
+
     def feed(self, text: str) -> tuple[str, bool]:
         """Take new text; returns what may be shown, and whether a stop string is complete (then the text is over)."""
         if not self._held and not any(stop[0] in text for stop in self._stops):

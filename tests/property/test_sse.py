@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.answer_text import TextPart
 from gateway.sse import EventStream, IllegalEvent, NamedEventEncoder, OpenAiEncoder, StreamState
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.request import FinishReason, Usage
@@ -43,9 +44,9 @@ def call(stream: EventStream, name: str) -> bytes:
         case "start":
             return stream.start(3)
         case "delta":
-            return stream.delta(HARD_TEXT)
+            return stream.delta(TextPart(HARD_TEXT))
         case "empty":
-            return stream.delta("")
+            return stream.delta(TextPart(""))
         case "finish":
             return stream.finish(FinishReason.STOP, USAGE)
         case _:
@@ -56,7 +57,7 @@ def call(stream: EventStream, name: str) -> bytes:
 def test_a_reader_gets_the_text_whatever_is_in_it(texts: list[str], cuts: list[int], include_usage: bool) -> None:
     """One event per chunk at every cut, joined content equal to the text, one line per event and all of it ASCII."""
     stream = openai_stream(include_usage)
-    data = stream.start(0) + b"".join(stream.delta(text) for text in [*texts, HARD_TEXT])
+    data = stream.start(0) + b"".join(stream.delta(TextPart(text)) for text in [*texts, HARD_TEXT])
     data += stream.finish(FinishReason.LENGTH, USAGE)
 
     blocks = blocks_of(data, cuts)
@@ -75,7 +76,11 @@ def test_a_reader_gets_the_text_whatever_is_in_it(texts: list[str], cuts: list[i
 def test_named_events_carry_the_same_text(texts: list[str]) -> None:
     """`delta` events joined give the text; `done` is the one end."""
     stream = EventStream(NamedEventEncoder(request_id="R"))
-    data = stream.start(0) + b"".join(map(stream.delta, texts)) + stream.finish(FinishReason.STOP, USAGE)
+    data = (
+        stream.start(0)
+        + b"".join(stream.delta(TextPart(text)) for text in texts)
+        + stream.finish(FinishReason.STOP, USAGE)
+    )
 
     blocks = [block for block in blocks_of(data, []) if block.data is not None]
     deltas = [json.loads(block.data or "")["delta"] for block in blocks if block.event == "delta"]

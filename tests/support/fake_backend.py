@@ -14,10 +14,11 @@ from typing import Any
 import grpc.aio
 
 from shared.codec.errors import error_to_detail
-from shared.codec.request import spec_from_wire
+from shared.codec.request import logprobs_to_wire, spec_from_wire
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import TokenId
 from shared.domain.request import RequestSpec
+from shared.domain.sampling import TokenLogprobs
 from shared.rpc.server import serve
 from shared.text.script import SCRIPTED_EOS_ID, Script
 from shared.wire import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
@@ -72,6 +73,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
         self.credit = 256
         self.batch = 1
         self.cached_tokens = 0
+        self.gives_logprobs = True  # made up (see `made_up_logprobs`), where a request asks for them
         self.ready_roles = ["prefill", "decode"]
         self.is_redis_ready = True
         self.max_request_tokens = 10_000
@@ -224,6 +226,12 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             sequence = decode_pb2.SequenceTokens(key=key, first_index=request.num_sent + 1, ids=ids)
             if request.num_sent == 0:
                 sequence.cached_tokens = self.cached_tokens
+            if self.gives_logprobs and request.spec.sampling.top_logprobs is not None:
+                first = request.num_sent + 1
+                sequence.logprobs.extend(
+                    logprobs_to_wire(made_up_logprobs(index, token_id, request.spec.sampling.top_logprobs))
+                    for index, token_id in enumerate(ids, start=first)
+                )
             request.num_sent += len(ids)
             if request.num_sent == len(tokens):
                 sequence.end.CopyFrom(decode_pb2.End(index=len(tokens), reason=self._reason(request)))
@@ -249,6 +257,14 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
 
     def _down(self, **message: Any) -> scheduler_pb2.ServeDown:
         return scheduler_pb2.ServeDown(scheduler_epoch=self.epoch, **message)
+
+
+def made_up_logprobs(index: int, token_id: TokenId, num_top: int) -> TokenLogprobs:
+    """Exact in float32, told apart by the place in the answer; the likeliest are the token and bytes from `A` on."""
+    ids = [token_id, *(TokenId(byte) for byte in range(ord("A"), ord("Z")))][:num_top]
+    return TokenLogprobs(
+        logprob=-index / 8, top=tuple((other, -index / 8 - rank / 4) for rank, other in enumerate(ids))
+    )
 
 
 @contextlib.asynccontextmanager

@@ -1,18 +1,21 @@
 """From bytes to an intake."""
 
 import json
+import struct
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.intake import AnswerForm, Intake, IntakeReader, accepts_event_stream, parse_object
+from gateway.intake import AnswerForm, Intake, IntakeReader, accepts_event_stream, child_seed, parse_object
 from gateway.request_id import new_request_id
 from shared.codec.request import spec_from_wire, spec_to_wire
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import TokenId
+from shared.domain.sampling import SamplingParams
 from shared.text.chat import ChatMessage, ChatTokenizer
 from shared.text.detokenizer import Detokenizer
 
@@ -237,9 +240,99 @@ def test_chat_cannot_be_asked_for_a_whole_answer(reader: IntakeReader) -> None:
 def test_the_detokenizer_knows_the_stop_strings(reader: IntakeReader) -> None:
     """TXT-06: it is this side that finds them."""
     intake: Intake = reader.read_completion(body(stop=["##"]))
-    emission = intake.detokenizer.feed(list(map(TokenId, b"a##b")))
+    parts = [intake.text.feed(TokenId(byte)) for byte in b"a##b"]
 
-    assert ("a", 3) == (emission.text, emission.stop_index)
+    assert [("a", False), ("", False), ("", True), ("", False)] == [(part.text, part.is_stop) for part in parts]
+
+
+def test_all_of_sampling_arrives_in_the_spec(reader: IntakeReader) -> None:
+    """SMP: each field under its name, for both routes, and behind the wire."""
+    fields: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 3,
+        "min_p": 0.125,
+        "presence_penalty": 1,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.25,
+        "logit_bias": {"255": -100, "7": 2.5},
+        "min_tokens": 2,
+        "stop_token_ids": [9, 8, 9],
+        "logprobs": True,
+        "top_logprobs": 4,
+        "seed": 11,
+    }
+    expected = SamplingParams(
+        temperature=0.5,
+        top_p=0.75,
+        top_k=3,
+        min_p=0.125,
+        presence_penalty=1.0,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
+        logit_bias=((TokenId(7), 2.5), (TokenId(255), -100.0)),
+        min_tokens=2,
+        stop_token_ids=(TokenId(9), TokenId(8)),
+        top_logprobs=4,
+        seed=11,
+    )
+    whole = reader.read_completion(body(**fields))
+    chat = reader.read_chat(json.dumps({"message": "hello", **fields}).encode())
+
+    assert expected == whole.sampling == chat.sampling
+    assert expected == spec_from_wire(spec_to_wire(whole.spec(REQUEST_ID, 0))).sampling
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "top_logprobs", "expected"), [(None, None, None), (False, 0, None), (True, None, 0), (True, 3, 3)]
+)
+def test_logprobs_alone_ask_for_the_chosen_tokens(
+    reader: IntakeReader, logprobs: bool | None, top_logprobs: int | None, expected: int | None
+) -> None:
+    """And without them none are made."""
+    intake = reader.read_completion(body(logprobs=logprobs, top_logprobs=top_logprobs))
+
+    assert (expected, expected is not None) == (intake.sampling.top_logprobs, intake.has_logprobs)
+
+
+@pytest.mark.parametrize("key", ["256", "-1", "word", "", "1.0", "+1", "01", "٣", "1" * 5000])
+def test_smp_03_a_bias_of_no_token_is_named(reader: IntakeReader, key: str) -> None:
+    """Beyond the vocabulary of 256, negative, no number, or not written as one; however long."""
+    error = refusal(reader, body(logit_bias={"1": 1, key: 1}))
+
+    assert (ErrorCode.INVALID_REQUEST, "logit_bias") == (error.code, error.param)
+    assert f"logit_bias: {key[:64]!r} is no token id below 256" == error.message
+
+
+@pytest.mark.parametrize("token_id", [-1, 256, 10**30])
+def test_an_end_token_outside_the_vocabulary_is_refused(reader: IntakeReader, token_id: int) -> None:
+    """By its place in the list."""
+    error = refusal(reader, body(stop_token_ids=[3, token_id]))
+
+    assert ("stop_token_ids", "stop_token_ids[1]: there is no such token id below 256") == (error.param, error.message)
+
+
+def test_several_answers_are_children(reader: IntakeReader) -> None:
+    """The same question with a text and a seed of its own each, numbered; one answer is no child."""
+    intake = reader.read_completion(body(n=3, seed=5, temperature=0.5, stop="#"))
+    first, second, third = intake.children
+    first.text.feed(TokenId(ord("a")))
+
+    assert [0, 1, 2] == [child.choice for child in intake.children]
+    assert [child_seed(5, choice) for choice in range(3)] == [child.sampling.seed for child in intake.children]
+    assert "b" == second.text.feed(TokenId(ord("b"))).text
+    assert {(intake.prompt_ids, 0.5, True)} == {
+        (child.prompt_ids, child.sampling.temperature, child.has_stop_strings) for child in (first, second, third)
+    }
+    assert () == reader.read_completion(body(n=1)).children
+
+
+def test_seeds_of_children_are_those_of_the_decision() -> None:
+    """The first 8 bytes of blake2b over seed and number, by hand."""
+    for seed, choice in ((0, 0), (5, 1), (2**64 - 1, 7)):
+        digest = blake2b(struct.pack("<QQ", seed, choice)).digest()
+        assert struct.unpack("<Q", digest[:8])[0] == child_seed(seed, choice)
+    assert 80 == len({child_seed(seed, choice) for seed in range(10) for choice in range(8)})
 
 
 @pytest.mark.parametrize(

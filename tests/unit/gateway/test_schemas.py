@@ -87,18 +87,42 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
     ({"ignore_eos": "no"}, "ignore_eos"),
-    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": 9}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": "1"}, "best_of"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"functions": [{}]}, "functions"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 5}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logit_bias": {"1": 5}}, "logit_bias"),
-    ({"presence_penalty": 0.1}, "presence_penalty"),
-    ({"frequency_penalty": -1}, "frequency_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"min_p": 0.1}, "min_p"),
+    ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+    ({"logit_bias": {"1": 500}}, "logit_bias.1"),
+    ({"logit_bias": {"1": -100.5}}, "logit_bias.1"),
+    ({"logit_bias": {"1": "5"}}, "logit_bias.1"),
+    ({"logit_bias": {"1": True}}, "logit_bias.1"),
+    ({"logit_bias": [[1, 5]]}, "logit_bias"),
+    ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": -1}, "repetition_penalty"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 2**32}, "min_tokens"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+    ({"min_tokens": 6, "max_completion_tokens": 5}, "min_tokens"),
+    ({"stop_token_ids": 7}, "stop_token_ids"),
+    ({"stop_token_ids": [7.5]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [7, True]}, "stop_token_ids[1]"),
+    ({"stop_token_ids": list(range(129))}, "stop_token_ids"),
     ({"audio": {"voice": "a"}}, "audio"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"timeout": 5}, "timeout"),
@@ -145,9 +169,29 @@ def test_a_key_that_is_no_text_is_refused() -> None:
     assert error.message.startswith("body: ")
 
 
+def test_a_long_key_is_cut() -> None:
+    """A client's own text is not given back whole."""
+    assert f"logit_bias.{'k' * 64}" == refusal(body(logit_bias={"k" * 100_000: 500})).param
+
+
 def test_the_refusal_of_n_says_what_is_allowed() -> None:
-    """One answer a request."""
-    assert "n: only 1 is supported" == refusal(body(n=2)).message
+    """One to eight answers."""
+    assert "n: Input should be less than or equal to 8" == refusal(body(n=9)).message
+
+
+@pytest.mark.parametrize(("n", "best_of", "expected"), [(None, None, 1), (1, 1, 1), (8, None, 8), (3, 3, 3)])
+def test_best_of_is_n(n: int | None, best_of: int | None, expected: int) -> None:
+    """Nothing is chosen from more answers than are given."""
+    assert expected == CompletionBody.parse(body(n=n, best_of=best_of)).num_choices
+
+
+def test_chat_gives_one_answer() -> None:
+    """Its events have no number."""
+    assert 1 == ChatBody.parse({"message": "hi", "n": 1}).num_choices
+    with pytest.raises(ServingError) as caught:
+        ChatBody.parse({"message": "hi", "n": 2})
+
+    assert "n" == caught.value.param
 
 
 @pytest.mark.parametrize(
@@ -161,6 +205,12 @@ def test_the_refusal_of_n_says_what_is_allowed() -> None:
         {"max_tokens": 4, "max_completion_tokens": 4},
         {"temperature": 0, "top_p": 1, "seed": -(2**63)},
         {"temperature": 2, "seed": 2**64 - 1},
+        {"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 1e-9, "min_p": 1, "min_tokens": 5},
+        {"logit_bias": {str(token): 100 for token in range(300)}, "stop_token_ids": list(range(128))},
+        {"logprobs": True, "top_logprobs": 20, "n": 8, "best_of": 8, "min_tokens": 5, "max_tokens": 5},
+        {"logprobs": False, "top_logprobs": 0},
+        dict.fromkeys(("min_p", "min_tokens", "logit_bias", "stop_token_ids", "logprobs", "top_logprobs", "best_of")),
+        dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty")),
     ],
 )
 def test_what_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:

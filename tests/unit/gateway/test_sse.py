@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from gateway.sse import EventStream, NamedEventEncoder, OpenAiEncoder, completion_object
+from gateway.answer_text import TextPart
+from gateway.sse import EventStream, NamedEventEncoder, OpenAiEncoder, choice_object, completion_object
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.request import FinishReason, Usage
 
@@ -38,7 +39,7 @@ def objects_of(frames: bytes) -> list[dict[str, Any]]:
 def test_the_first_delta_brings_the_role() -> None:
     """A role chunk with empty content, then the text; the second delta comes alone."""
     stream = openai_stream(include_usage=False)
-    first, second = data_of(stream.delta("Hi")), data_of(stream.delta("!"))
+    first, second = data_of(stream.delta(TextPart("Hi"))), data_of(stream.delta(TextPart("!")))
 
     assert [{"role": "assistant", "content": ""}, {"content": "Hi"}] == [
         json.loads(data)["choices"][0]["delta"] for data in first
@@ -49,7 +50,7 @@ def test_the_first_delta_brings_the_role() -> None:
 def test_a_chunk_has_the_fields_of_the_original() -> None:
     """Exactly these, in every chunk of a stream without usage."""
     stream = openai_stream(include_usage=False)
-    stream.delta("a")
+    stream.delta(TextPart("a"))
 
     assert {
         "id": "chatcmpl-A",
@@ -57,13 +58,13 @@ def test_a_chunk_has_the_fields_of_the_original() -> None:
         "created": 9,
         "model": "m",
         "choices": [{"index": 0, "delta": {"content": "b"}, "logprobs": None, "finish_reason": None}],
-    } == json.loads(data_of(stream.delta("b"))[0])
+    } == json.loads(data_of(stream.delta(TextPart("b")))[0])
 
 
 def test_usage_is_one_chunk_without_choices_between_finish_and_done() -> None:
     """SSE-03: with include_usage every other chunk says null."""
     stream = openai_stream(include_usage=True)
-    chunks = objects_of(stream.delta("a") + stream.finish(FinishReason.LENGTH, USAGE))
+    chunks = objects_of(stream.delta(TextPart("a")) + stream.finish(FinishReason.LENGTH, USAGE))
 
     assert [None, None, None, USAGE_OBJECT] == [chunk["usage"] for chunk in chunks]
     assert [1, 1, 1, 0] == [len(chunk["choices"]) for chunk in chunks]
@@ -73,7 +74,7 @@ def test_usage_is_one_chunk_without_choices_between_finish_and_done() -> None:
 def test_without_include_usage_no_chunk_has_one() -> None:
     """SSE-03, the other half."""
     stream = openai_stream(include_usage=False)
-    chunks = objects_of(stream.delta("a") + stream.finish(FinishReason.STOP, USAGE))
+    chunks = objects_of(stream.delta(TextPart("a")) + stream.finish(FinishReason.STOP, USAGE))
 
     assert [] == [chunk for chunk in chunks if "usage" in chunk]
 
@@ -99,7 +100,7 @@ def test_an_error_is_data_and_then_done() -> None:
 def test_named_events_are_named() -> None:
     """The stream of /api/chat, word for word."""
     stream = EventStream(NamedEventEncoder(request_id="R"))
-    frames = stream.start(2) + stream.delta("Hi") + stream.finish(FinishReason.STOP, USAGE)
+    frames = stream.start(2) + stream.delta(TextPart("Hi")) + stream.finish(FinishReason.STOP, USAGE)
 
     assert [
         ": queued 2",
@@ -126,9 +127,8 @@ def test_a_named_error_has_no_done() -> None:
 
 def test_a_whole_answer_has_the_fields_of_the_original() -> None:
     """Exactly these."""
-    answer = completion_object(
-        completion_id="chatcmpl-A", model="m", created_unix_s=9, text="Hi", reason=FinishReason.STOP, usage=USAGE
-    )
+    choice = choice_object(0, [TextPart("H"), TextPart("i")], FinishReason.STOP, has_logprobs=False)
+    answer = completion_object(completion_id="chatcmpl-A", model="m", created_unix_s=9, choices=[choice], usage=USAGE)
 
     assert {
         "id": "chatcmpl-A",
