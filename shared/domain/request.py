@@ -64,6 +64,8 @@ class CancelReason(StrEnum):
     GATEWAY_LOST = "gateway_lost"
     SLOW_CLIENT = "slow_client"
     SHUTDOWN = "shutdown"
+    SIBLING = "sibling"
+    """Another answer to the same question failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
