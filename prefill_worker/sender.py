@@ -23,13 +23,14 @@ from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Incarnation
 from shared.kv.frame_plan import FramePlan
-from shared.kv.frames import MAX_UNACKNOWLEDGED_FRAMES, FrameHeader, FrameRange, RejectCode
+from shared.kv.frames import MAX_UNACKNOWLEDGED_FRAMES, FrameHeader, FrameRange, RejectCode, payload_bytes
 from shared.kv.layout import KvLayout
 from shared.kv.memory import KvMemory
 from shared.obs.metrics import Metrics
 from shared.rpc.errors import serving_error
 from shared.transfer.copier import Copier
-from shared.transfer.handshake import Introductions
+from shared.transfer.handshake import SHM, Introductions
+from shared.transfer.staging import SEGMENT_BYTES, StagingPool, StagingSegment
 from shared.wire import kv_pb2, kv_pb2_grpc
 
 KEEP_ALIVE_S = 1.0  # a tenth of decode's lease
@@ -86,6 +87,7 @@ class TransferSenders:
         incarnation: Incarnation,
         memory: KvMemory,
         copier: Copier,
+        staging: StagingPool,
         channel_for: Callable[[str], grpc.aio.Channel],
         random: Callable[[], float],
         clock: Clock,
@@ -98,6 +100,7 @@ class TransferSenders:
         self._incarnation = incarnation
         self._memory = memory
         self._copier = copier
+        self._staging = staging
         self._channel_for = channel_for
         self._random = random
         self._clock = clock
@@ -131,6 +134,8 @@ class TransferSenders:
         elif error is not None:
             self._service.send_failed(job, error)
         else:
+            if job.moments.computed_at is not None:
+                self._metrics.kv_transfer_exposed_seconds.record(self.now() - job.moments.computed_at)
             self._service.sent(job)
 
     # ---- what a transfer needs
@@ -148,10 +153,12 @@ class TransferSenders:
     def now(self) -> float:
         return self._clock.monotonic()
 
-    async def stub_for(self, job: PrefillJob) -> "_Stub":
-        """Shakes hands first, once. Raises ServingError for a final refusal, AioRpcError where there is no answer."""
+    async def meet(self, job: PrefillJob) -> "tuple[_Stub, str]":
+        """Shakes hands first, once; names the transport. Raises ServingError for a final refusal, AioRpcError where
+        there is no answer.
+        """
         try:
-            await self._introductions.introduce(job.target)
+            transport = await self._introductions.introduce(job.target)
         except aio.AioRpcError as failed:
             refused = serving_error(failed)
             if refused.code in (ErrorCode.KV_CORRUPT, ErrorCode.STALE_ATTEMPT, ErrorCode.KV_TRANSFER_FAILED):
@@ -161,25 +168,51 @@ class TransferSenders:
                     raise refused from failed
                 raise ServingError(ErrorCode.KV_TRANSFER_FAILED, "the decode worker took no handshake") from failed
             raise
-        return kv_pb2_grpc.KvTransferStub(self._channel_for(job.target.address))
+        return kv_pb2_grpc.KvTransferStub(self._channel_for(job.target.address)), transport
 
     def forget(self, job: PrefillJob) -> None:
         self._introductions.forget(job.target)
 
-    async def read_frame(self, job: PrefillJob, number: int, frame: FrameRange) -> kv_pb2.KvFrame:
-        """The frame and its payload, read and summed by the copy thread; until it returns the blocks stay the job's."""
+    def fall_back(self, job: PrefillJob, from_transport: str) -> None:
+        self._introductions.fall_back(job.target, from_transport)
+
+    def lease(self, job: PrefillJob, transport: str) -> tuple[str, StagingSegment | None]:
+        """What the stream goes by: shared memory where there is a segment left, else the next best."""
+        if transport != SHM:
+            return transport, None
+        segment = self._staging.lease(job.target.transfer_id, self._incarnation)
+        if segment is not None:
+            return SHM, segment
+        self._metrics.kv_transport_fallbacks.add("segments")
+        return self._introductions.next_best(job.target, SHM), None
+
+    def give_back(self, segment: StagingSegment) -> None:
+        self._staging.give_back(segment)
+
+    async def read_frame(self, job: PrefillJob, number: int, frame: FrameRange, stream: "_Stream") -> kv_pb2.KvFrame:
+        """The frame, its payload read and summed by the copy thread; until it returns the blocks stay the job's."""
         block_table = job.block_table
         assert block_table is not None
         block_ids = block_table.blocks_of(frame.token_start, frame.token_end)
+        num_bytes = payload_bytes(self.layout, frame)
+        covered = {
+            "layer_start": frame.layer_start,
+            "layer_end": frame.layer_end,
+            "num_tokens": frame.token_end - frame.token_start,
+        }
+        staged = (0, 0)
+        part: memoryview | None = None
+        if stream.segment is not None:
+            staged = (stream.segment.take_slot(number), num_bytes)
+            part = stream.segment.part(*staged)  # held until the copy has returned, whatever becomes of the stream
 
         def read() -> tuple[bytes, int]:
-            payload = self._memory.read(
-                block_ids,
-                layer_start=frame.layer_start,
-                layer_end=frame.layer_end,
-                num_tokens=frame.token_end - frame.token_start,
-            )
-            return payload, zlib.crc32(payload)
+            if part is None:
+                payload = self._memory.read(block_ids, **covered)
+                return payload, zlib.crc32(payload)
+            with part:
+                self._memory.read_into(part, block_ids, **covered)
+                return b"", zlib.crc32(part)
 
         self._service.read_began(job)
         reading = self._copier.submit(read)
@@ -193,15 +226,19 @@ class TransferSenders:
             range=frame,
             crc32=crc32,
         )
-        job.sent_bytes += len(payload)
-        return frame_to_wire(header, payload)
+        job.sent_bytes += num_bytes
+        self._metrics.kv_transfer_bytes.add(stream.transport, num_bytes)
+        return frame_to_wire(header, payload, staged=staged)
 
-    def opening(self, job: PrefillJob) -> kv_pb2.PushOpen:
+    def opening(self, job: PrefillJob, transport: str, segment: StagingSegment | None) -> kv_pb2.PushOpen:
         return kv_pb2.PushOpen(
             key=key_to_wire(job.key),
             transfer_id=job.target.transfer_id,
             sender_incarnation=self._incarnation,
             receiver_incarnation=job.target.incarnation,
+            transport=transport,
+            staging_path=segment.path if segment else "",
+            staging_bytes=SEGMENT_BYTES if segment else 0,
         )
 
     def first_token(self, job: PrefillJob) -> kv_pb2.FirstTokenRequest:
@@ -220,12 +257,20 @@ class TransferSenders:
 class _Stream:
     """What one Push stream has to send and has sent."""
 
-    def __init__(self, plan: FramePlan) -> None:
+    def __init__(self, plan: FramePlan, transport: str, segment: StagingSegment | None) -> None:
         self.plan = plan
+        self.transport = transport
+        self.segment = segment
         self.todo: deque[FrameRange] = deque()
         self.num_sent = 0
         self.acked_upto = 0
         self.is_finished = False
+
+    def acknowledge(self, upto: int) -> None:
+        """An acknowledgement of what was not sent counts for nothing."""
+        self.acked_upto = max(self.acked_upto, min(upto, self.num_sent))
+        if self.segment is not None:
+            self.segment.acknowledged(self.acked_upto)
 
     @property
     def has_credit(self) -> bool:
@@ -282,7 +327,7 @@ class _Transfer:
         raise ServingError(ErrorCode.KV_TRANSFER_FAILED, "the decode worker cannot be reached")
 
     async def _tell_once(self) -> None:
-        stub = await self._senders.stub_for(self._job)
+        stub, _ = await self._senders.meet(self._job)
         reply = await stub.FirstToken(self._senders.first_token(self._job))
         code = reject_from_wire(reply.rejected)
         if code is not None:
@@ -290,19 +335,29 @@ class _Transfer:
         self._num_answers += 1
 
     async def _push(self) -> None:
-        stub = await self._senders.stub_for(self._job)
-        call = stub.Push()
+        stub, transport = await self._senders.meet(self._job)
+        transport, segment = self._senders.lease(self._job, transport)
+        try:
+            await self._push_by(stub.Push(), transport, segment)
+        finally:
+            if segment is not None:
+                self._senders.give_back(segment)
+
+    async def _push_by(self, call: "_PushCall", transport: str, segment: StagingSegment | None) -> None:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                await call.write(kv_pb2.PushUp(open=self._senders.opening(self._job)))
+                await call.write(kv_pb2.PushUp(open=self._senders.opening(self._job, transport, segment)))
                 first = await call.read()
             if not isinstance(first, kv_pb2.PushDown):
                 raise _Broken("closed before the first answer")
             if first.WhichOneof("message") == "reject":
+                if reject_from_wire(first.reject.code) is RejectCode.NO_TRANSPORT:
+                    self._senders.fall_back(self._job, transport)
+                    raise _Broken("another transport")
                 self._raise_reject(first.reject)
             self._num_answers += 1
-            held = held_from_wire(first.held)
-            stream = _Stream(FramePlan(self._layout, self._job.spec.num_prompt_tokens, held))
+            plan = FramePlan(self._layout, self._job.spec.num_prompt_tokens, held_from_wire(first.held))
+            stream = _Stream(plan, transport, segment)
             async with asyncio.TaskGroup() as group:
                 reader = spawn(group, self._read(call, stream), name=f"acks {self._job.key}")
                 await self._send(call, stream)
@@ -324,7 +379,7 @@ class _Transfer:
             if stream.todo and stream.has_credit:
                 frame = stream.todo.popleft()
                 stream.num_sent += 1
-                message = await self._senders.read_frame(job, stream.num_sent, frame)
+                message = await self._senders.read_frame(job, stream.num_sent, frame, stream)
                 await call.write(kv_pb2.PushUp(frame=message))
                 sign_at = clock.time()
                 continue
@@ -342,7 +397,7 @@ class _Transfer:
         while isinstance(message := await call.read(), kv_pb2.PushDown):
             match message.WhichOneof("message"):
                 case "ack":
-                    stream.acked_upto = max(stream.acked_upto, min(message.ack.upto, stream.num_sent))
+                    stream.acknowledge(message.ack.upto)
                     self._num_answers += 1
                     self._job.progressed.set()
                 case "reject":

@@ -23,7 +23,9 @@ from shared.rpc.server import serve
 from shared.rpc.worker_life import EngineDied, WorkerLife, scheduler_locator
 from shared.rpc.worker_session import REDIAL_INITIAL_S, REDIAL_MAX_S, WorkerIdentity, WorkerSession
 from shared.transfer.copier import Copier
-from shared.transfer.handshake import Introductions
+from shared.transfer.handshake import FALLBACK_REASONS, SHM, Introductions
+from shared.transfer.host_proof import HostProof
+from shared.transfer.staging import StagingPool
 
 
 async def run_worker(process: Process, config: PrefillConfig, engine: Engine) -> None:
@@ -51,9 +53,15 @@ async def run_worker(process: Process, config: PrefillConfig, engine: Engine) ->
         clock=process.clock,
     )
     process.metrics.kv_blocks(service.block_counts)
+    process.metrics.kv_transfers(transports=config.kv_transports, fallback_reasons=FALLBACK_REASONS)
     async with AsyncExitStack() as stack:
         copier = Copier()
         stack.callback(copier.close)
+        staging = StagingPool()
+        stack.callback(staging.close)
+        proof = _host_proof(process, config.kv_transports)
+        if proof is not None:
+            stack.callback(proof.close)
         channels = ChannelPool(token)
         stack.push_async_callback(channels.close)
         locator = await stack.enter_async_context(
@@ -95,11 +103,16 @@ async def run_worker(process: Process, config: PrefillConfig, engine: Engine) ->
                     worker_id=WorkerId(process.name),
                     incarnation=process.incarnation,
                     layout=layout,
+                    transports=config.kv_transports,
+                    proof=proof,
                     channel_for=channels.get,
+                    metrics=process.metrics,
+                    log=process.log,
                 ),
                 incarnation=process.incarnation,
                 memory=engine.memory,
                 copier=copier,
+                staging=staging,
                 channel_for=channels.get,
                 random=random.random,
                 clock=process.clock,
@@ -113,3 +126,14 @@ async def run_worker(process: Process, config: PrefillConfig, engine: Engine) ->
             finished.set()
     if not is_drained:
         raise EngineDied
+
+
+def _host_proof(process: Process, transports: tuple[str, ...]) -> HostProof | None:
+    """None where shared memory is not wanted, or the system has none: then it is not offered."""
+    if SHM not in transports:
+        return None
+    try:
+        return HostProof()
+    except OSError as error:
+        process.log.warning("no shared memory for KV", reason=error.strerror)
+        return None

@@ -11,6 +11,10 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 ENV_PREFIX = "FIRSTTOKEN_"
 ADMIN_PORT_OFFSET = 1000  # decisions §0: admin HTTP = port + 1000
 SCRIPTED_MODEL_NAME = "scripted"
+KV_TRANSPORTS = ("shm", "grpc")
+
+NumericModeName = Literal["f32", "q4f32", "q4a16", "q4a8", "q8a16", "bf16"]
+"""As `shared.model.numerics` has them, which is a layer above."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 """0 = the kernel chooses."""
@@ -107,9 +111,36 @@ class WorkerSettings(ModelSettings):
     """What prefill and decode workers have in common."""
 
     worker_id: str = ""  # "" = role and port
-    kv_pool_mib: Annotated[int, Field(ge=1)] = 512  # SmolLM2 takes 45 KiB a token: some 11,000 tokens
+    kv_pool_mib: Annotated[int, Field(ge=0)] = 512  # SmolLM2: 11,000 tokens; 0 = a quarter of the memory left
     num_threads: Annotated[int, Field(ge=1)] | None = None  # None = all cores; `up` gives each role half of them
     block_size: Annotated[int, Field(ge=1, le=256)] = 16  # tokens; the same on all workers
+    backend: Literal["cpu", "torch"] = "cpu"  # torch is the reference: slower, but on any device
+    device: str = "cpu"  # of the torch backend
+    # None = what preparation found right for the model. Both roles must be told the modes of both.
+    numeric_mode: NumericModeName | None = None
+    prefill_numeric_mode: NumericModeName | None = None  # None = `numeric_mode`
+    decode_numeric_mode: NumericModeName | None = None
+    # float16 and bfloat16 halve the cache and what a hand-over moves; float32 is what equality with
+    # transformers is claimed for.
+    kv_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    transports: str = "shm,grpc"  # of KV, best first; shm where a pair proves that it shares a host
+
+    @field_validator("transports")
+    @classmethod
+    def _check_transports(cls, transports: str) -> str:
+        names = _names(transports)
+        if not names or len(set(names)) != len(names) or not set(names) <= set(KV_TRANSPORTS):
+            raise ValueError(f"must be some of {', '.join(KV_TRANSPORTS)}, each once, with commas between")
+        return transports
+
+    @property
+    def kv_transports(self) -> tuple[str, ...]:
+        """Best first."""
+        return _names(self.transports)
+
+
+def _names(listed: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in listed.split(",") if name.strip())
 
 
 Config = TypeVar("Config", bound=ServiceSettings)

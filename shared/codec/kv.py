@@ -21,6 +21,7 @@ _REJECT_TO_WIRE = {
     RejectCode.BAD_RANGE: kv_pb2.REJECT_CODE_BAD_RANGE,
     RejectCode.NO_HANDSHAKE: kv_pb2.REJECT_CODE_NO_HANDSHAKE,
     RejectCode.FAULT: kv_pb2.REJECT_CODE_FAULT,
+    RejectCode.NO_TRANSPORT: kv_pb2.REJECT_CODE_NO_TRANSPORT,
 }
 _REJECT_FROM_WIRE = {wire: code for code, wire in _REJECT_TO_WIRE.items()}
 
@@ -76,8 +77,9 @@ def target_from_wire(target: scheduler_pb2.KvTarget) -> KvTarget:
     )
 
 
-def frame_to_wire(header: FrameHeader, payload: bytes) -> kv_pb2.KvFrame:
-    """Header and payload in one message."""
+def frame_to_wire(header: FrameHeader, payload: bytes, *, staged: tuple[int, int] = (0, 0)) -> kv_pb2.KvFrame:
+    """Header and payload in one message; `staged` is the payload's offset and length in a segment, if it lies there."""
+    staging_offset, staging_length = staged
     return kv_pb2.KvFrame(
         number=header.number,
         key=key_to_wire(header.key),
@@ -89,6 +91,8 @@ def frame_to_wire(header: FrameHeader, payload: bytes) -> kv_pb2.KvFrame:
         token_end=header.range.token_end,
         crc32=header.crc32,
         payload=payload,
+        staging_offset=staging_offset,
+        staging_length=staging_length,
     )
 
 

@@ -34,6 +34,7 @@ class RejectCode(StrEnum):
     BAD_RANGE = "BAD_RANGE"
     NO_HANDSHAKE = "NO_HANDSHAKE"
     FAULT = "FAULT"
+    NO_TRANSPORT = "NO_TRANSPORT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

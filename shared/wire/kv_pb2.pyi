@@ -37,6 +37,8 @@ class _RejectCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectCode
     REJECT_CODE_NO_HANDSHAKE: _RejectCode.ValueType  # 6
     REJECT_CODE_FAULT: _RejectCode.ValueType  # 7
     """the receiver failed the attempt"""
+    REJECT_CODE_NO_TRANSPORT: _RejectCode.ValueType  # 8
+    """the stream's transport cannot be used here: open it again with another"""
 
 class RejectCode(_RejectCode, metaclass=_RejectCodeEnumTypeWrapper): ...
 
@@ -51,6 +53,8 @@ REJECT_CODE_BAD_RANGE: RejectCode.ValueType  # 5
 REJECT_CODE_NO_HANDSHAKE: RejectCode.ValueType  # 6
 REJECT_CODE_FAULT: RejectCode.ValueType  # 7
 """the receiver failed the attempt"""
+REJECT_CODE_NO_TRANSPORT: RejectCode.ValueType  # 8
+"""the stream's transport cannot be used here: open it again with another"""
 Global___RejectCode: _TypeAlias = RejectCode  # noqa: Y015
 
 @_typing.final
@@ -69,7 +73,7 @@ class TransferHello(_message.Message):
     receiver_incarnation: _builtins.int
     """the one the sender believes it talks to"""
     shm_proof_path: _builtins.str
-    """a file of this host that holds a random token; empty = no shm"""
+    """where the receiver finds a random token of the sender; empty = no shm"""
     @_builtins.property
     def layout(self) -> _common_pb2.KvLayout: ...
     @_builtins.property

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from shared.state.client import StateClient
+from tests.support import worker_pair
 from tests.support.redis_server import RedisServer
 
 
@@ -32,3 +33,10 @@ async def client(valkey: RedisServer) -> AsyncGenerator[StateClient]:
     client = StateClient(valkey.url)
     yield client
     await client.close()
+
+
+@pytest.fixture(params=["grpc", "shm"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The one way that KV has between the workers of the test."""
+    monkeypatch.setattr(worker_pair, "transports", request.param)
+    return request.param

@@ -16,6 +16,7 @@ from shared.wire import common_pb2, scheduler_pb2
 from tests.support.raw_sender import RawSender
 from tests.support.worker_pair import expected_ids, key_of, scripted_engine, scripted_spec, worker_pair
 
+pytestmark = pytest.mark.usefixtures("transport")
 NUM_PROMPT_TOKENS = 100  # seven blocks, the last one partly filled
 
 
@@ -176,8 +177,8 @@ async def test_a_broken_stream_is_opened_again_and_only_the_rest_is_sent() -> No
 
         assert (held.token_start, held.token_end) == (0, 48)
         await second.send(sender.frames[3:])
-        assert await sender.tell_first_token() is None
         await second.close()
+        assert await sender.tell_first_token() is None
         gateway = await pair.gateway()
         await gateway.attach(key, reserved.attach_ticket)
         await gateway.ended(key)

@@ -13,6 +13,9 @@ from shared.kv.block_table import BlockTable
 from shared.kv.frame_plan import plan_frames
 from shared.kv.frames import FrameHeader, FrameRange, RejectCode
 from shared.kv.layout import KvLayout
+from shared.transfer.handshake import SHM
+from shared.transfer.host_proof import HostProof
+from shared.transfer.staging import SEGMENT_BYTES, StagingSegment
 from shared.wire import kv_pb2, kv_pb2_grpc, scheduler_pb2
 from tests.support.worker_pair import WorkerPair, key_of, scripted_engine
 
@@ -23,6 +26,10 @@ class RawSender:
     """Speaks `KvTransfer` for one transfer. `frames` covers the prompt, block by block."""
 
     def __init__(self, pair: WorkerPair, spec: RequestSpec, reserved: scheduler_pb2.Reserved) -> None:
+        self._pair = pair
+        self._proof = HostProof()
+        pair.closing.callback(self._proof.close)
+        self.segment: StagingSegment | None = None
         self.stub = kv_pb2_grpc.KvTransferStub(pair.channels.get(reserved.target.address))
         self.spec = spec
         self.key = key_of(spec.request_id)
@@ -58,18 +65,27 @@ class RawSender:
                 incarnation=self.incarnation,
                 receiver_incarnation=self.target.incarnation,
                 layout=layout_to_wire(layout or self.layout),
-                transports=["grpc"],
+                transports=self._pair.transports,
+                shm_proof_path=self._proof.path,
             )
         )
 
     async def open(self) -> "RawPush":
-        """A new Push stream for the transfer."""
+        """A new Push stream for the transfer, by the pair's best transport."""
         push = RawPush(self)
+        transport = self._pair.transports[0]
+        if transport == SHM:
+            self.segment = StagingSegment()
+            self._pair.closing.callback(self.segment.close)
+            self.segment.claim(TransferId(self.target.transfer_id), self.incarnation)
         opening = kv_pb2.PushOpen(
             key=key_to_wire(self.key),
             transfer_id=self.target.transfer_id,
             sender_incarnation=self.incarnation,
             receiver_incarnation=self.target.incarnation,
+            transport=transport,
+            staging_path=self.segment.path if self.segment else "",
+            staging_bytes=SEGMENT_BYTES if self.segment else 0,
         )
         await push.call.write(kv_pb2.PushUp(open=opening))
         return push
@@ -105,7 +121,12 @@ class RawSender:
         )
         if flip:
             payload = bytes((payload[0] ^ 1,)) + payload[1:]
-        return kv_pb2.PushUp(frame=frame_to_wire(header, payload))
+        if self.segment is None:
+            return kv_pb2.PushUp(frame=frame_to_wire(header, payload))
+        self.segment.acknowledged(number - 1)
+        staged = (self.segment.take_slot(number), len(payload))
+        self.segment.part(*staged)[:] = payload
+        return kv_pb2.PushUp(frame=frame_to_wire(header, b"", staged=staged))
 
 
 class RawPush:

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
 from itertools import islice
 from typing import TypeAlias
 
@@ -33,6 +33,7 @@ from shared.wire import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2, 
 TOKEN = "in-process"
 EPOCH = 7
 _WAIT_S = 10.0
+transports = "shm,grpc"  # of pairs that are not told otherwise; the fixture `transport` sets it
 _Context: TypeAlias = "aio.ServicerContext[scheduler_pb2.SessionUp, scheduler_pb2.SessionDown]"
 
 
@@ -242,6 +243,8 @@ class WorkerPair:
         self.scheduler = scheduler
         self.channels = channels
         self._group = group
+        self.transports = transports.split(",")
+        self.closing = ExitStack()  # what a test's own peers hold
         self.prefill = Process("prefill", "prefill-0", RealClock())
         self.decode = Process("decode", "decode-0", RealClock())
 
@@ -321,6 +324,7 @@ async def worker_pair(
             "scheduler": server.address,
             "cluster_token": TOKEN,
             "drain_timeout_s": 0.2,
+            "transports": transports,
         }
         config = DecodeConfig.model_validate({**common, **decode_settings})
         decoding = decode_engine or scripted_engine(1024)
@@ -338,5 +342,6 @@ async def worker_pair(
             pair.prefill.stopping.set()
             await asyncio.wait(running, timeout=_WAIT_S)
             await channels.close()
+            pair.closing.close()
             pair.decode.metrics.close()
             pair.prefill.metrics.close()

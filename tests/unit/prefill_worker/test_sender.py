@@ -1,6 +1,8 @@
 """Senders against a decode worker that answers as each test says."""
 
 import asyncio
+import sys
+import zlib
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -29,13 +31,17 @@ from shared.obs.logs import get_logger
 from shared.obs.metrics import Metrics
 from shared.rpc.channels import ChannelPool
 from shared.rpc.server import serve
+from shared.transfer import staging
 from shared.transfer.copier import Copier
-from shared.transfer.handshake import Introductions
+from shared.transfer.handshake import TRANSPORTS, Introductions
+from shared.transfer.host_proof import HostProof, read_token
+from shared.transfer.staging import StagingPool, StagingView
 from shared.wire import kv_pb2, kv_pb2_grpc
 from tests.support.hand_clock import HandClock
 
 _Context: TypeAlias = "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]"
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=1, dtype="float32", block_size=4, numerics=b"n")
+chosen_transport = "grpc"
 KEY = RequestKey(RequestId("r"), Attempt(1))
 RECEIVER = Incarnation(8)
 
@@ -43,7 +49,9 @@ RECEIVER = Incarnation(8)
 class FakeDecode(kv_pb2_grpc.KvTransferServicer):
     """Takes frames; `held` is told on each stream, the first `num_breaks` streams break after `break_after` frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str) -> None:
+        self.transport = transport
+        self.refuses_staging = False
         self.num_hellos = 0
         self.num_streams = 0
         self.held: list[tuple[FrameRange, ...]] = []
@@ -55,6 +63,8 @@ class FakeDecode(kv_pb2_grpc.KvTransferServicer):
         self.cached_tokens = 0
         self.refuses_hello = False
         self.frames: list[list[FrameRange]] = []
+        self.transports: list[str] = []
+        self.num_good = 0
         self.num_keep_alives = 0
         self.most_unacknowledged = 0
         self.acks = asyncio.Event()
@@ -66,7 +76,8 @@ class FakeDecode(kv_pb2_grpc.KvTransferServicer):
         self.num_hellos += 1
         if self.refuses_hello:
             raise ServingError(ErrorCode.KV_CORRUPT, "unlike KV layouts: block_size 4 and 8")
-        return kv_pb2.TransferWelcome(incarnation=RECEIVER, transport="grpc")
+        proof = read_token(request.shm_proof_path) if self.transport == "shm" else None
+        return kv_pb2.TransferWelcome(incarnation=RECEIVER, transport=self.transport, shm_proof=proof or b"")
 
     async def FirstToken(self, request: kv_pb2.FirstTokenRequest, context: object) -> kv_pb2.FirstTokenReply:
         """The next of the answers; accepted when they have run out."""
@@ -82,7 +93,17 @@ class FakeDecode(kv_pb2_grpc.KvTransferServicer):
         number = self.num_streams
         self.num_streams += 1
         self.frames.append([])
-        assert (await context.read()).HasField("open")
+        opening = (await context.read()).open
+        self.transports.append(opening.transport)
+        if opening.transport == "shm" and self.refuses_staging:
+            reject = kv_pb2.Reject(code=kv_pb2.REJECT_CODE_NO_TRANSPORT)
+            await context.write(kv_pb2.PushDown(reject=reject))
+            return
+        view = None
+        if opening.transport == "shm":
+            view = StagingView(
+                opening.staging_path, opening.staging_bytes, transfer_id=TransferId(3), sender=Incarnation(1)
+            )
         if self.reject_with is not None and number == 0:
             reject = kv_pb2.Reject(code=reject_to_wire(self.reject_with))
             await context.write(kv_pb2.PushDown(reject=reject))
@@ -93,6 +114,7 @@ class FakeDecode(kv_pb2_grpc.KvTransferServicer):
         while (message := await context.read()) is not aio.EOF:
             if message.HasField("frame"):
                 header = frame_header_from_wire(message.frame)
+                self._check(message.frame, view)
                 self.frames[number].append(header.range)
                 self.most_unacknowledged = max(self.most_unacknowledged, header.number - acked_upto)
                 if number < self.num_breaks and len(self.frames[number]) > self.break_after:
@@ -104,6 +126,10 @@ class FakeDecode(kv_pb2_grpc.KvTransferServicer):
             if self.acks.is_set() and len(self.frames[number]) > acked_upto:
                 acked_upto = len(self.frames[number])
                 await context.write(kv_pb2.PushDown(ack=kv_pb2.FrameAck(upto=acked_upto)))
+
+    def _check(self, frame: kv_pb2.KvFrame, view: StagingView | None) -> None:
+        payload = frame.payload if view is None else view.part(frame.staging_offset, frame.staging_length)
+        self.num_good += zlib.crc32(payload) == frame.crc32 and len(payload) > 0
 
     async def until(self, is_met: Callable[[], bool]) -> None:
         """Asks after every message."""
@@ -156,7 +182,11 @@ class Bench:
         senders: TransferSenders,
         introductions: Introductions,
         job: PrefillJob,
+        metrics: Metrics,
+        staging: StagingPool,
     ) -> None:
+        self.metrics = metrics
+        self.staging = staging
         self.decode = decode
         self.table = table
         self.senders = senders
@@ -182,13 +212,14 @@ class Bench:
 async def bench(*, num_prompt_tokens: int = 10, address: str | None = None) -> AsyncGenerator[Bench]:
     """The fake decode worker, served, and a sender of one job, not yet started."""
     decode, table, metrics, channels, copier = (
-        FakeDecode(),
+        FakeDecode(chosen_transport),
         FakeTable(),
         Metrics("prefill", "p"),
         ChannelPool(""),
         Copier(),
     )
     clock = HandClock()
+    segments, proof = StagingPool(), HostProof()
 
     def add(server: aio.Server) -> None:
         kv_pb2_grpc.add_KvTransferServicer_to_server(decode, server)
@@ -210,13 +241,20 @@ async def bench(*, num_prompt_tokens: int = 10, address: str | None = None) -> A
                 address=address or server.address,
                 incarnation=RECEIVER,
                 transfer_id=TransferId(3),
-                transports=("grpc",),
+                transports=TRANSPORTS,
             ),
             moments=Moments(received_at=0),
             block_table=BlockTable([BlockId(block) for block in range(num_blocks)], 4),
         )
         introductions = Introductions(
-            worker_id=WorkerId("p"), incarnation=Incarnation(1), layout=LAYOUT, channel_for=channels.get
+            worker_id=WorkerId("p"),
+            incarnation=Incarnation(1),
+            layout=LAYOUT,
+            transports=TRANSPORTS,
+            proof=proof,
+            channel_for=channels.get,
+            metrics=metrics,
+            log=get_logger("test"),
         )
         senders = TransferSenders(
             group=group,
@@ -225,20 +263,31 @@ async def bench(*, num_prompt_tokens: int = 10, address: str | None = None) -> A
             incarnation=Incarnation(1),
             memory=KvMemory(LAYOUT, num_blocks),
             copier=copier,
+            staging=segments,
             channel_for=channels.get,
             random=lambda: 0.0,
             clock=clock,
             metrics=metrics,
             log=get_logger("test"),
         )
-        yield Bench(decode, table, senders, introductions, job)
+        yield Bench(decode, table, senders, introductions, job, metrics, segments)
         job.stopped.set()
     async with asyncio.timeout(5.0):
         while job.num_reads:  # a read that had begun returns by its own thread
             await asyncio.sleep(0.001)
     await channels.close()
     copier.close()
+    segments.close()
+    proof.close()
     metrics.close()
+    assert segments.num_segments == 0
+
+
+@pytest.fixture(autouse=True, params=["grpc", "shm"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The one that decode chooses."""
+    monkeypatch.setattr(sys.modules[__name__], "chosen_transport", request.param)
+    return request.param
 
 
 def tokens(*frames: tuple[int, int]) -> list[FrameRange]:
@@ -260,6 +309,68 @@ async def test_frames_leave_as_chunks_are_computed() -> None:
         assert b.decode.frames == [tokens((0, 4), (4, 10))]
         assert (b.decode.num_hellos, b.decode.num_first_tokens, b.decode.cached_tokens) == (1, 1, 4)
         assert b.job.sent_bytes == 3 * LAYOUT.block_bytes
+
+
+async def test_bytes_and_the_exposed_time_are_counted(transport: str) -> None:
+    """Every payload is what its frame says; bytes count by transport, and each job that had a last step."""
+    async with bench() as b:
+        b.job.moments.computed_at = 0.0
+        b.senders.start(b.job)
+        b.compute(10)
+        await b.end()
+        text = b.metrics.render().decode()
+
+        assert b.decode.num_good == len(b.decode.frames[0])
+        assert f'firsttoken_kv_transfer_bytes_total{{transport="{transport}"}} {3.0 * LAYOUT.block_bytes}' in text
+        assert "firsttoken_kv_transfer_exposed_seconds_count 1.0" in text
+
+
+async def test_a_segment_that_is_refused_means_grpc(transport: str) -> None:
+    """For this and the following transfers of the pair; nothing is lost by it."""
+    async with bench() as b:
+        b.decode.refuses_staging = True
+        b.senders.start(b.job)
+        b.compute(10)
+
+        assert await b.end() == ["sent"]
+        assert b.decode.transports == (["shm", "grpc"] if transport == "shm" else ["grpc"])
+        assert await b.introductions.introduce(b.job.target) == "grpc"
+        assert b.decode.frames[-1] == tokens((0, 10))
+
+
+async def test_without_a_free_segment_the_transfer_goes_by_grpc(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one alone: the pair's transport stays."""
+    monkeypatch.setattr(staging, "MAX_SEGMENTS", 0)
+    async with bench() as b:
+        b.senders.start(b.job)
+        b.compute(10)
+
+        assert await b.end() == ["sent"]
+        assert b.decode.transports == ["grpc"]
+        assert await b.introductions.introduce(b.job.target) == transport
+        counted = 'firsttoken_kv_transport_fallbacks_total{reason="segments"} 1.0' in b.metrics.render().decode()
+        assert counted is (transport == "shm")
+
+
+async def test_a_segment_is_used_again_only_when_all_of_it_was_acknowledged() -> None:
+    """After a stream that broke with a frame under way none is kept; after a whole transfer one is."""
+    async with bench() as b:
+        b.decode.acks.clear()
+        b.senders.start(b.job)
+        b.compute(8)
+        await b.decode.until(lambda: bool(b.decode.frames) and len(b.decode.frames[0]) > 0)
+        b.job.stopped.set()
+        async with asyncio.timeout(5.0):
+            while b.staging.num_segments:
+                await asyncio.sleep(0.001)
+    async with bench() as b:
+        b.senders.start(b.job)
+        b.compute(10)
+        await b.end()
+
+        assert b.staging.num_segments == (1 if b.decode.transport == "shm" else 0)
 
 
 async def test_layers_of_the_last_chunk_leave_before_it_is_done() -> None:

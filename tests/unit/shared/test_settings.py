@@ -108,3 +108,15 @@ def test_description_hides_secrets() -> None:
 
     assert "hush" not in text
     assert "store:6380/2" in text
+
+
+def test_transports_are_an_ordered_choice() -> None:
+    """Best first, blanks between them do not matter; what does not exist, is named twice or leaves none is told."""
+    chosen = [
+        load(WorkerSettings, {"FIRSTTOKEN_SCRIPTED": "true", "FIRSTTOKEN_TRANSPORTS": listed}).kv_transports
+        for listed in ("", "grpc", "grpc, shm")
+    ]
+    assert [("shm", "grpc"), ("grpc",), ("grpc", "shm")] == chosen
+    for listed in ("tcp", "shm,shm", ","):
+        with pytest.raises(SettingsError, match=r"FIRSTTOKEN_TRANSPORTS: .* must be some of shm, grpc"):
+            load(WorkerSettings, {"FIRSTTOKEN_SCRIPTED": "true", "FIRSTTOKEN_TRANSPORTS": listed})

@@ -57,6 +57,8 @@ def test_a_frame_survives_with_its_payload() -> None:
 
     assert header == kv.frame_header_from_wire(frame)
     assert frame.payload == b"\x00\x01"
+    staged = kv_pb2.KvFrame.FromString(kv.frame_to_wire(header, b"", staged=(4096, 2)).SerializeToString())
+    assert (staged.payload, staged.staging_offset, staged.staging_length) == (b"", 4096, 2)
 
 
 def test_held_ranges_survive_in_order() -> None:

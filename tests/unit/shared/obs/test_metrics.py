@@ -50,6 +50,24 @@ def test_worker_series_have_exactly_their_names_and_labels() -> None:
     ]
 
 
+def test_transfers_count_from_zero() -> None:
+    """Bytes by transport, fallbacks by reason, and the exposed time, before the first of each."""
+    metrics = Metrics("prefill", "prefill-0")
+    metrics.kv_transfers(transports=("shm",), fallback_reasons=("proof",))
+    before = sorted(lines_of(metrics))
+    metrics.kv_transfer_bytes.add("shm", 5)
+    metrics.kv_transfer_exposed_seconds.record(0.25)
+
+    assert before == [
+        'firsttoken_kv_transfer_bytes_total{transport="shm"} 0.0',
+        "firsttoken_kv_transfer_exposed_seconds_count 0.0",
+        "firsttoken_kv_transfer_exposed_seconds_sum 0.0",
+        'firsttoken_kv_transport_fallbacks_total{reason="proof"} 0.0',
+    ]
+    assert 'firsttoken_kv_transfer_bytes_total{transport="shm"} 5.0' in lines_of(metrics)
+    assert "firsttoken_kv_transfer_exposed_seconds_sum 0.25" in lines_of(metrics)
+
+
 def test_types_are_declared() -> None:
     """Prometheus knows a counter from a gauge from a histogram."""
     metrics = Metrics("prefill", "prefill-0")
