@@ -1,14 +1,25 @@
 """Tests of `shared.engine.decode_runner`."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from shared.domain.errors import ErrorCode
 from shared.domain.ids import Attempt, BlockId, RequestId, RequestKey, TokenId
 from shared.domain.request import FinishReason, RequestSpec
-from shared.domain.sampling import SamplingParams
-from shared.engine.decode_runner import DecodeRunner, DecodeSequence, DecodeStep, Grant, Join, Leave, NewToken
+from shared.domain.sampling import SamplingParams, TokenLogprobs
+from shared.engine.decode_runner import (
+    MAX_REPLAY_TOKENS,
+    DecodeRunner,
+    DecodeSequence,
+    DecodeStep,
+    Grant,
+    Join,
+    Leave,
+    NewToken,
+)
 from shared.engine.executor import DecodeRow, PrefillChunk, SampledToken, SequenceFault
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import KvLayout
@@ -23,6 +34,10 @@ class _Executor:
 
     def __init__(self) -> None:
         self.steps: list[list[tuple[str, int, int]]] = []
+        self.fed: defaultdict[str, list[int]] = defaultdict(list)
+        self.outputs: list[tuple[int, ...]] = []
+        self.logprobs: TokenLogprobs | None = None
+        self.answers_all = False
         self.released: list[str] = []
         self.faulty: set[str] = set()
         self.corrupt: set[str] = set()
@@ -57,11 +72,17 @@ class _Executor:
         self.steps.append([(row.key.request_id, row.input_tokens[-1], row.index) for row in rows])
         if self.is_broken:
             raise MemoryError
+        for row in rows:
+            self.fed[row.key.request_id] += row.input_tokens
+            self.outputs.append(tuple(row.outputs))
         return [
             FAULT
             if row.key.request_id in self.faulty
-            else SampledToken(token_id=EOS if row.index == self.ends_at else TokenId(row.input_tokens[-1] + 1))
-            if row.wants_token
+            else SampledToken(
+                token_id=EOS if row.index == self.ends_at else TokenId(row.input_tokens[-1] + 1),
+                logprobs=self.logprobs,
+            )
+            if row.wants_token or self.answers_all
             else None
             for row in rows
         ]
@@ -246,3 +267,100 @@ def test_a_second_join_changes_nothing() -> None:
     runner.apply(_join("a"))
 
     assert (_token("a", 3, 12),) == _step(runner).tokens
+
+
+def _continued(name: str, num_outputs: int, *, num_blocks: int = 30, upto: int = 1000) -> Join:
+    """An answer of which the client has tokens 10, 11, 12 …; a prompt of five."""
+    join = _join(name, upto=upto, max_tokens=1000)
+    outputs = tuple(TokenId(10 + place) for place in range(num_outputs))
+    table = BlockTable([BlockId(block) for block in range(num_blocks)], 4)
+    return Join(sequence=replace(join.sequence, outputs=outputs, block_table=table))
+
+
+def test_a_continued_answer_is_replayed_beside_the_others() -> None:
+    """32 tokens a step without a result, then the rest with the next token; the other gets a token each step."""
+    executor = _Executor()
+    runner = DecodeRunner(executor)
+    runner.apply(_join("other"))
+    runner.apply(_continued("again", MAX_REPLAY_TOKENS + 3))
+    steps = [_step(runner) for _ in range(3)]
+
+    last = 10 + MAX_REPLAY_TOKENS + 2
+    assert [step.tokens for step in steps] == [
+        (_token("other", 2, 11),),
+        (_token("other", 3, 12), _token("again", MAX_REPLAY_TOKENS + 4, last + 1)),
+        (_token("other", 4, 13), _token("again", MAX_REPLAY_TOKENS + 5, last + 2)),
+    ]
+    assert executor.fed["again"] == [*range(10, last + 2)]
+    assert [step.num_replayed for step in steps] == [MAX_REPLAY_TOKENS, 2, 0]
+
+
+def test_replays_share_a_bound_in_order_of_joining() -> None:
+    """However many come back at once, a step grows by 32 tokens at most."""
+    executor = _Executor()
+    runner = DecodeRunner(executor)
+    for name in ("first", "second"):
+        runner.apply(_continued(name, MAX_REPLAY_TOKENS + 1))
+    _step(runner)
+    assert {"first": MAX_REPLAY_TOKENS} == {name: len(fed) for name, fed in executor.fed.items()}
+    _step(runner)
+
+    # The first is back with its last output token, which is an ordinary row.
+    assert {"first": MAX_REPLAY_TOKENS + 1, "second": MAX_REPLAY_TOKENS} == {
+        name: len(fed) for name, fed in executor.fed.items()
+    }
+
+
+def test_nothing_is_fed_without_a_block_for_it() -> None:
+    """Five prompt tokens and two blocks of four leave room for three; a longer table lets it go on, a shorter is old."""
+    executor = _Executor()
+    runner = DecodeRunner(executor)
+    runner.apply(_continued("a", 1, num_blocks=2))
+    for _ in range(3):
+        _step(runner)
+    assert not runner.has_work
+    assert runner.step() is None
+    grown = BlockTable([BlockId(block) for block in range(3)], 4)
+    for table in (grown, BlockTable([BlockId(0)], 4)):
+        runner.apply(Grant(key=_key("a"), upto_index=0, block_table=table))
+    for _ in range(4):
+        _step(runner)
+
+    assert not runner.has_work
+    assert executor.fed["a"] == [10, 11, 12, 13, 14, 15, 16]
+
+
+def test_a_replay_needs_no_credit_but_its_end_does() -> None:
+    """The client has those tokens; only the next one is his to allow."""
+    executor = _Executor()
+    runner = DecodeRunner(executor)
+    runner.apply(_continued("a", 4, upto=4))
+    replayed = _step(runner)
+    is_idle = not runner.has_work
+    runner.apply(Grant(key=_key("a"), upto_index=5, block_table=TABLE))
+
+    assert ((), 3, True) == (replayed.tokens, replayed.num_replayed, is_idle)
+    assert (_token("a", 5, 14),) == _step(runner).tokens
+
+
+def test_rows_show_the_output_so_far() -> None:
+    """What penalties look at; log probabilities pass through."""
+    executor = _Executor()
+    executor.logprobs = TokenLogprobs(logprob=-0.5)
+    runner = DecodeRunner(executor)
+    runner.apply(_join("a"))
+    tokens = [_step(runner).tokens[0] for _ in range(2)]
+
+    assert [(10,), (10, 11)] == executor.outputs
+    assert [executor.logprobs] * 2 == [token.sampled.logprobs for token in tokens]
+
+
+def test_an_executor_that_answers_where_it_was_not_asked_is_a_bug() -> None:
+    """A token for a row that only feeds would be lost."""
+    executor = _Executor()
+    executor.answers_all = True
+    runner = DecodeRunner(executor)
+    runner.apply(_continued("a", MAX_REPLAY_TOKENS + 2))
+
+    with pytest.raises(RuntimeError, match="did not want"):
+        runner.step()

@@ -238,3 +238,13 @@ def test_layers_are_told_of_every_chunk_of_the_step() -> None:
             _key("b"): LayersDone(token_end=4, num_layers=1, is_last=True),
         }
     ] == told
+
+
+def test_a_continued_answer_samples_nothing() -> None:
+    """The prompt is computed and done, without a token 1."""
+    runner = _runner(_Executor())
+    runner.apply(replace(_add("a", 4), wants_token=False))
+    report = _step(runner)
+
+    assert ({}, (_key("a"), True)) == (report.first_tokens, (report.chunks[0].key, report.chunks[0].is_last))
+    assert not runner.has_work

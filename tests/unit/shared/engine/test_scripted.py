@@ -330,3 +330,66 @@ def test_a_row_out_of_sequence_is_a_bug() -> None:
 
     with pytest.raises(RuntimeError, match="fed position"):
         executor.decode([_next(row, A)])
+
+
+def _fed(row: DecodeRow, tokens: list[TokenId], table: BlockTable, *, wants_token: bool) -> DecodeRow:
+    """A replay: these output tokens from the first on."""
+    return DecodeRow(
+        key=row.key,
+        spec=row.spec,
+        block_table=table,
+        input_tokens=tuple(tokens),
+        index=len(tokens) + 1,
+        outputs=tokens,
+        wants_token=wants_token,
+    )
+
+
+def test_a_replay_leaves_the_same_kv_as_the_first_run() -> None:
+    """Twenty tokens in one row: the same digests as token by token, no answer, and the next token is the script's."""
+    script: dict[str, object] = {"pieces": ["a", "b"], "repeat": 99}
+    executor, memory, row = _joined(script)
+    answer = [A, *(TokenId(int(str(token))) for token in _play(executor, row, 20))]
+    again, same_memory, same_row = _joined(script)
+    (nothing,) = again.decode([_fed(same_row, answer[:20], same_row.block_table, wants_token=False)])
+    (following,) = again.decode([_row(row.key, row.spec, row.block_table, answer[20], 22)])
+
+    assert nothing is None
+    assert following == SampledToken(token_id=B)
+    at = same_row.position
+    for place in range(20):
+        slot = row.block_table.slot_of(at + place)
+        first, second = (
+            digest_words(each)[slot // BLOCK_SIZE, :, :, slot % BLOCK_SIZE] for each in (memory, same_memory)
+        )
+        assert np.array_equal(first, second)
+
+
+def test_a_context_grows_with_its_block_table() -> None:
+    """It joins with a table for its prompt and a block more, and is checked all the same when it is longer."""
+    executor, memory = _executor()
+    spec = _spec({"pieces": ["a", "b"], "repeat": 99})
+    long = _table(spec)
+    short = BlockTable(long.block_ids[: spec.num_prompt_tokens // BLOCK_SIZE + 2], BLOCK_SIZE)
+    _prefill(executor, _key(), spec, short)
+    executor.check_commit(_key(), spec, short)
+    results = _play(executor, _row(_key(), spec, long, A, 2), 60)
+    assert [B, A] * 30 == results
+    last = spec.num_prompt_tokens + 59
+    slot = long.slot_of(last)
+    digest_words(memory)[slot // BLOCK_SIZE, 0, 0, slot % BLOCK_SIZE] ^= np.uint64(1)
+    (result,) = executor.decode([_row(_key(), spec, long, A, 62)])
+
+    assert isinstance(result, SequenceFault)
+
+
+def test_a_continued_prompt_gets_no_token() -> None:
+    """Its answer has one already."""
+    executor, _ = _executor()
+    spec = _spec({"pieces": ["a"]})
+    (end,) = executor.chunk_ends(_key(), spec)
+    chunk = PrefillChunk(
+        key=_key(), spec=spec, block_table=_table(spec), start=0, end=end, is_last=True, wants_token=False
+    )
+
+    assert executor.prefill([chunk]) == [None]
