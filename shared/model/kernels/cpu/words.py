@@ -1,4 +1,4 @@
-"""Words of memory, plain and atomic, and the system's ways to wait, for compiled code without the interpreter's lock."""
+"""Words of memory, plain and atomic, and the ways to wait, for compiled code without the interpreter's lock."""
 
 import platform
 from typing import Any, cast
