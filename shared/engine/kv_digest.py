@@ -1,7 +1,8 @@
-"""The KV of the scripted generator: per layer a digest of (salt, token, position), so that every wrong byte shows.
+"""The KV of the scripted generator: per layer a digest of the salt and of all tokens up to its own.
 
-The layout has 4 layers of one K and one V word of 64 bits: 64 bytes a token. Layers differ, so a frame put into the
-wrong layer range shows; salt, token and position do too, so that KV of another request, token or place does.
+The layout has 4 layers of one K and one V word of 64 bits: 64 bytes a token. Every wrong byte shows: layers differ, so
+that a frame put into the wrong layer range does; and as with a model a token's KV depends on everything before it, so
+that KV of another request, token, place or beginning does.
 """
 
 import numpy as np
@@ -32,7 +33,7 @@ def digest_layout(block_size: int) -> KvLayout:
         head_dim=1,
         dtype="uint64",
         block_size=block_size,
-        numerics=b"scripted-digest-1",
+        numerics=b"scripted-digest-2",
     )
 
 
@@ -47,9 +48,14 @@ def salt_word(salt: int) -> np.uint64:
     return _mix(np.array([salt & _MASK], dtype=_WORD))[0]
 
 
-def digests(salts: Words, tokens: npt.NDArray[np.uint32], positions: npt.NDArray[np.int64]) -> Words:
-    """[n, layer, K|V, slots] of n rows of slots: tokens and positions are [n, slots], salts [n]."""
-    mixed = _mix(tokens.astype(_WORD) + (positions.astype(_WORD) << _WORD(32)) + salts[:, None])
+def token_words(tokens: npt.NDArray[np.uint32], positions: npt.NDArray[np.int64]) -> Words:
+    """A word for each token at its position. Summed up to a token they stand for it and for all before it."""
+    return _mix(tokens.astype(_WORD) + (positions.astype(_WORD) << _WORD(32)) + _WORD(_GOLDEN))
+
+
+def digests(salts: Words, words: Words) -> Words:
+    """[n, layer, K|V, slots] of n rows of slots: words are sums of `token_words`, [n, slots]; salts [n]."""
+    mixed = _mix(words + salts[:, None])
     return _mix(mixed[:, None, None, :] + _LANES[None, :, :, None])
 
 

@@ -16,7 +16,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestKey, TokenId
 from shared.domain.request import RequestSpec
 from shared.engine.executor import DecodeRow, PrefillChunk, SampledToken, SequenceFault
-from shared.engine.kv_digest import NUM_LAYERS, digest_words, digests, salt_word
+from shared.engine.kv_digest import NUM_LAYERS, digest_words, digests, salt_word, token_words
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import KvLayout
 from shared.kv.memory import KvMemory
@@ -37,27 +37,27 @@ class _Prompt:
     """A sequence in prefill."""
 
     script: Script
-    tokens: npt.NDArray[np.uint32]
+    words: npt.NDArray[np.uint64]  # a token stands for all before it: see `token_words`
     salt: np.uint64
     chunk_s: float
 
 
 @dataclass(slots=True)
 class _Context:
-    """A sequence in decode: the tokens whose KV is there, [block, slot], zeros beyond them; grows with its blocks."""
+    """A sequence in decode: the words of the tokens whose KV is there, [block, slot]; grows with its blocks."""
 
     script: Script
-    tokens: npt.NDArray[np.uint32]
+    words: npt.NDArray[np.uint64]
     num_tokens: int
     salt: np.uint64
     next_checked_block: int = 0
 
     def make_room(self, num_blocks: int) -> None:
         """Doubles, so that an answer of n blocks is copied as often as log n."""
-        if num_blocks > len(self.tokens):
-            grown = np.zeros((2 * num_blocks, self.tokens.shape[1]), dtype=np.uint32)
-            grown[: len(self.tokens)] = self.tokens
-            self.tokens = grown
+        if num_blocks > len(self.words):
+            grown = np.zeros((2 * num_blocks, self.words.shape[1]), dtype=np.uint64)
+            grown[: len(self.words)] = self.words
+            self.words = grown
 
 
 class ScriptedExecutor:
@@ -93,7 +93,7 @@ class ScriptedExecutor:
             num_chunks = max(num_filled, MIN_TIMED_CHUNKS, int(-(-script.prefill_ms // MAX_CHUNK_MS)))
         self._prompts[key] = _Prompt(
             script=script,
-            tokens=np.array(spec.prompt_ids, dtype=np.uint32),
+            words=_prompt_words(spec),
             salt=salt_word(spec.kv_salt),
             chunk_s=script.prefill_ms / 1000 / num_chunks,
         )
@@ -120,11 +120,11 @@ class ScriptedExecutor:
     def check_commit(self, key: RequestKey, spec: RequestSpec, block_table: BlockTable) -> None:
         """Recompute the digests of the whole prompt, and see that the last block is zero beyond it."""
         block_size = self.layout.block_size
-        tokens = np.zeros(block_table.capacity_tokens, dtype=np.uint32)
-        tokens[: spec.num_prompt_tokens] = spec.prompt_ids
+        words = np.zeros(block_table.capacity_tokens, dtype=np.uint64)
+        words[: spec.num_prompt_tokens] = _prompt_words(spec)
         context = _Context(
             script=_script_of(spec),
-            tokens=tokens.reshape(-1, block_size),
+            words=words.reshape(-1, block_size),
             num_tokens=spec.num_prompt_tokens,
             salt=salt_word(spec.kv_salt),
         )
@@ -132,7 +132,7 @@ class ScriptedExecutor:
         for start in range(0, num_blocks, _COMMIT_CHECK_BLOCKS):
             places = np.arange(start, min(start + _COMMIT_CHECK_BLOCKS, num_blocks))
             positions = places[:, None] * block_size + np.arange(block_size)
-            expected = digests(np.full(len(places), context.salt), context.tokens[places], positions)
+            expected = digests(np.full(len(places), context.salt), context.words[places])
             expected *= (positions < spec.num_prompt_tokens)[:, None, None, :]
             if not np.array_equal(self._words[block_table.indices[places]], expected):
                 raise _corrupt()
@@ -169,9 +169,7 @@ class ScriptedExecutor:
                 continue
             prompt = self._prompts[chunk.key]
             positions = np.arange(chunk.start, chunk.end)
-            words = digests(
-                np.full(len(positions), prompt.salt), prompt.tokens[chunk.start : chunk.end, None], positions[:, None]
-            )
+            words = digests(np.full(len(positions), prompt.salt), prompt.words[chunk.start : chunk.end, None])
             blocks = chunk.block_table.indices[positions // self.layout.block_size]
             slots = positions % self.layout.block_size
             self._words[blocks, layer_start:layer_end, :, slots] = words[:, layer_start:layer_end, :, 0]
@@ -182,17 +180,23 @@ class ScriptedExecutor:
             return
         block_size = self.layout.block_size
         row_positions = [np.arange(row.position, row.position + len(row.input_tokens)) for row, _ in fed]
+        tokens = np.array([token for row, _ in fed for token in row.input_tokens], dtype=np.uint32)
+        words = token_words(tokens, np.concatenate(row_positions))
+        place = 0
         for (row, context), positions in zip(fed, row_positions, strict=True):
-            context.num_tokens = row.position + len(row.input_tokens)
+            end = place + len(positions)
+            words[place : place + 1] += context.words[(row.position - 1) // block_size, (row.position - 1) % block_size]
+            if len(positions) > 1:
+                words[place:end].cumsum(out=words[place:end])
+            context.num_tokens = row.position + len(positions)
             context.make_room(self.layout.num_blocks_for(context.num_tokens))
-            context.tokens[positions // block_size, positions % block_size] = row.input_tokens
+            context.words[positions // block_size, positions % block_size] = words[place:end]
+            place = end
         salts = np.concatenate([np.full(len(row.input_tokens), context.salt) for row, context in fed])
         blocks = np.concatenate(
             [row.block_table.indices[at // block_size] for (row, _), at in zip(fed, row_positions, strict=True)]
         )
-        tokens = np.array([token for row, _ in fed for token in row.input_tokens], dtype=np.uint32)
-        positions = np.concatenate(row_positions)
-        self._write(blocks, positions, digests(salts, tokens[:, None], positions[:, None]))
+        self._write(blocks, np.concatenate(row_positions), digests(salts, words[:, None]))
 
     def _write(
         self, blocks: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], words: npt.NDArray[np.uint64]
@@ -210,12 +214,12 @@ class ScriptedExecutor:
         counts = np.array([len(taken) for taken in places])
         owner = np.repeat(np.arange(len(rows)), counts)
         blocks = np.concatenate([row.block_table.indices[taken] for row, taken in zip(rows, places, strict=True)])
-        tokens = np.concatenate([context.tokens[taken] for context, taken in zip(contexts, places, strict=True)])
+        words = np.concatenate([context.words[taken] for context, taken in zip(contexts, places, strict=True)])
         salts = np.array([context.salt for context in contexts], dtype=np.uint64)[owner]
         num_tokens = np.array([context.num_tokens for context in contexts], dtype=np.int64)[owner]
         positions = np.concatenate(places)[:, None] * block_size + np.arange(block_size)
         is_beyond = positions >= num_tokens[:, None]
-        is_right = (self._words[blocks] == digests(salts, tokens, positions)) | is_beyond[:, None, None, :]
+        is_right = (self._words[blocks] == digests(salts, words)) | is_beyond[:, None, None, :]
         is_bad = np.zeros(len(rows), dtype=np.bool_)
         is_bad[owner[~is_right.all(axis=(1, 2, 3))]] = True
         return [not bad for bad in is_bad.tolist()]
@@ -239,6 +243,10 @@ def _played(script: Script, index: int) -> SampledToken | SequenceFault:
     if script.fail_at == index:
         return SequenceFault(ErrorCode.INTERNAL, "the script asks for a failure at this token")
     return SampledToken(token_id=script.token_id(index))
+
+
+def _prompt_words(spec: RequestSpec) -> npt.NDArray[np.uint64]:
+    return token_words(np.array(spec.prompt_ids, dtype=np.uint32), np.arange(spec.num_prompt_tokens)).cumsum()
 
 
 def _script_of(spec: RequestSpec) -> Script:
