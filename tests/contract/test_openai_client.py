@@ -5,8 +5,12 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
 
 from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import TokenId
+from shared.domain.sampling import SamplingParams
+from shared.text.script import SCRIPTED_VOCAB_SIZE
 from tests.support.fake_backend import FakeBackend
 from tests.support.gateway_app import RunningGateway, running_gateway
 from tests.support.script import Script, counting
@@ -99,6 +103,145 @@ async def test_an_error_in_a_stream_is_raised_with_its_message() -> None:
 async def _read_into(texts: list[str], stream: Any) -> None:
     async for chunk in stream:
         texts.append(chunk.choices[0].delta.content or "")  # noqa: PERF401 - what came before the error counts
+
+
+async def whole_answer(client: openai.AsyncOpenAI, **asked: Any) -> ChatCompletion:
+    """With parameters that the client's many overloads cannot be told apart by."""
+    create: Any = client.chat.completions.create
+    return await create(**asked)
+
+
+def logprobs_of(count: int) -> list[tuple[str, float, list[tuple[str, float]]]]:
+    """What the backend makes up for the first tokens of `counting`, two likeliest each."""
+    return [
+        (f"w{place} ", -(place + 1) / 8, [(f"w{place} ", -(place + 1) / 8), ("A", -(place + 1) / 8 - 0.25)])
+        for place in range(count)
+    ]
+
+
+def entries_of(content: Any) -> list[tuple[str, float, list[tuple[str, float]]]]:
+    """The client's own objects."""
+    for entry in content:
+        assert entry.token.encode() == bytes(entry.bytes)
+    return [
+        (entry.token, entry.logprob, [(other.token, other.logprob) for other in entry.top_logprobs])
+        for entry in content
+    ]
+
+
+async def test_log_probabilities_are_read_streamed_and_whole() -> None:
+    """TXT-07: each token has its own, also where several come in one batch; both forms give the same; ends have none."""
+    backend = FakeBackend()
+    backend.batch = 3
+    script = counting(7)
+    asked: Any = {"model": "default", "max_tokens": 20, "logprobs": True, "top_logprobs": 2}
+    async with running_gateway(backend) as running, client_of(running) as client:
+        whole = await whole_answer(client, messages=messages_of(script), **asked)
+        stream = await client.chat.completions.create(messages=messages_of(script), stream=True, **asked)
+        chunks = [chunk async for chunk in stream]
+        plain = await client.chat.completions.create(model="default", messages=messages_of(script), max_tokens=20)
+
+    streamed = [
+        (choice.delta.content, choice.logprobs) for chunk in chunks for choice in chunk.choices if choice.logprobs
+    ]
+    assert whole.choices[0].logprobs is not None
+    assert logprobs_of(7) == entries_of(whole.choices[0].logprobs.content)
+    assert logprobs_of(7) == [entry for _, logprobs in streamed for entry in entries_of(logprobs.content)]
+    assert [f"w{place} " for place in range(7)] == [content for content, _ in streamed]
+    assert None is plain.choices[0].logprobs
+
+
+async def test_several_answers_are_read_streamed_and_whole() -> None:
+    """n = 3: choices by number, one id, usage once, completion tokens of all and the prompt's once."""
+    script = counting(6)
+    asked: Any = {"model": "default", "max_tokens": 20, "n": 3, "seed": 5}
+    async with running_gateway() as running, client_of(running) as client:
+        whole = await whole_answer(client, messages=messages_of(script), **asked)
+        stream = await client.chat.completions.create(
+            messages=messages_of(script), stream=True, stream_options={"include_usage": True}, **asked
+        )
+        chunks = [chunk async for chunk in stream]
+
+    texts = ["", "", ""]
+    finishes: list[tuple[int, str]] = []
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason is not None:
+            finishes.append((choice.index, choice.finish_reason))
+    usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+
+    assert [(0, script.text()), (1, script.text()), (2, script.text())] == [
+        (choice.index, choice.message.content) for choice in whole.choices
+    ]
+    assert [script.text()] * 3 == texts
+    assert [(0, "stop"), (1, "stop"), (2, "stop")] == sorted(finishes)
+    assert [whole.usage] == usages
+    assert (script.num_prompt_tokens, 21) == (usages[0].prompt_tokens, usages[0].completion_tokens)
+    assert 1 == len({chunk.id for chunk in chunks})
+
+
+async def test_all_of_sampling_passes_through_the_client() -> None:
+    """Its own fields and those in `extra_body`, to the last bit."""
+    async with running_gateway() as running, client_of(running) as client:
+        await client.chat.completions.create(
+            model="default",
+            messages=messages_of(counting(2)),
+            temperature=0.25,
+            top_p=0.5,
+            presence_penalty=-2,
+            frequency_penalty=0.125,
+            logit_bias={"7": 1, "300": -100},
+            seed=3,
+            extra_body={
+                "top_k": 4,
+                "min_p": 0.0625,
+                "repetition_penalty": 1.1,
+                "min_tokens": 2,
+                "stop_token_ids": [5],
+                "best_of": 1,
+            },
+        )
+
+    assert (
+        SamplingParams(
+            temperature=0.25,
+            top_p=0.5,
+            top_k=4,
+            min_p=0.0625,
+            presence_penalty=-2.0,
+            frequency_penalty=0.125,
+            repetition_penalty=1.1,
+            logit_bias=((TokenId(7), 1.0), (TokenId(300), -100.0)),
+            min_tokens=2,
+            stop_token_ids=(TokenId(5),),
+            seed=3,
+        )
+        == running.backend.only.spec.sampling
+    )
+
+
+async def test_smp_03_a_bad_bias_harms_nobody() -> None:
+    """400 that names the key, while another request streams on to its end; the next request works."""
+    backend = FakeBackend()
+    backend.max_tokens_out = 2
+    script = counting(5)
+    async with running_gateway(backend) as running, client_of(running) as client:
+        stream = await client.chat.completions.create(
+            model="default", messages=messages_of(script), max_tokens=20, stream=True
+        )
+        texts = [(await anext(stream)).choices[0].delta.content or "" for _ in range(3)]
+        problems: list[str] = []
+        for bias in ({str(SCRIPTED_VOCAB_SIZE): 1}, {"-1": 1}, {"word": 1}, {"7": 500}):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model="default", messages=messages_of(script), logit_bias=bias)
+            problems.append(caught.value.message)
+        backend.let_out(None)
+        await _read_into(texts, stream)
+        after = await client.chat.completions.create(model="default", messages=messages_of(script), max_tokens=20)
+
+    named = (f"'{SCRIPTED_VOCAB_SIZE}'", "'-1'", "'word'", "logit_bias.7")
+    assert [True] * 4 == [name in problem for name, problem in zip(named, problems, strict=True)]
+    assert script.text() == "".join(texts) == after.choices[0].message.content
 
 
 async def test_refusals_have_the_clients_own_classes() -> None:

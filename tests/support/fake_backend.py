@@ -38,6 +38,10 @@ class FakeRequest:
     attaches: list[decode_pb2.Attach] = field(default_factory=list)
     acked: int = 0
     num_sent: int = 0
+    attempt: int = 1
+    is_requeued: bool = False
+    deliveries: list[scheduler_pb2.Delivered] = field(default_factory=list)
+    context: Any = None  # of the Serve stream that counts
     finish: decode_pb2.Finish | None = None
     is_detached: bool = False
     outcome: scheduler_pb2.Outcome | None = None
@@ -67,6 +71,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
         self.arrived = asyncio.Event()
         self.refusal: ServingError | None = None
         self.failure_after: tuple[int, ServingError] | None = None  # fails the request after so many tokens
+        self.failing_suffix = ""  # refusal and failure are for requests whose id ends so
         self.may_admit = _set_event()
         self.may_place = _set_event()
         self.max_tokens_out: int | None = None  # no token beyond it is sent
@@ -81,6 +86,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
         self.cancel_reply: scheduler_pb2.CancelReply | None = None
         self.cancelled_ids: list[str] = []
         self.num_token_calls = 0
+        self.cut_control_on_delivered = False  # breaks the control stream once, as if Delivered had been lost
         self.cut_streams_after: int | None = None  # breaks the token stream once, after so many tokens
         self.address = ""
         self.epoch = 5
@@ -104,15 +110,19 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
         first = await context.read()
         start = first.start
         await self.may_admit.wait()
-        if self.refusal is not None:
+        if self.refusal is not None and start.spec.request_id.endswith(self.failing_suffix):
             raise self.refusal
         request = self.requests.setdefault(start.spec.request_id, FakeRequest(spec=spec_from_wire(start.spec)))
         request.starts.append(start)
+        request.context = context
         self.arrived.set()
         request.touch()
         async with asyncio.TaskGroup() as group:
-            reader = group.create_task(self._read_cancel(request, context))
-            await context.write(self._down(queued=scheduler_pb2.Queued(position=len(self.requests) - 1)))
+            reader = group.create_task(self._read_up(request, context))
+            if request.is_requeued:
+                await self._ask(request)
+            else:
+                await context.write(self._down(queued=scheduler_pb2.Queued(position=len(self.requests) - 1)))
             place = group.create_task(self._place(request, context))
             while request.outcome is None:
                 await request.changed.wait()
@@ -123,8 +133,10 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
 
     async def _place(self, request: FakeRequest, context: Any) -> None:
         await self.may_place.wait()
+        while request.is_requeued:
+            await request.changed.wait()
         placed = scheduler_pb2.Placed(
-            attempt=1,
+            attempt=request.attempt,
             decode_worker_id="decode-0",
             decode_address=self.address,
             decode_incarnation=DECODE_INCARNATION,
@@ -133,11 +145,39 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
         )
         await context.write(self._down(placed=placed))
 
-    async def _read_cancel(self, request: FakeRequest, context: Any) -> None:
+    async def _read_up(self, request: FakeRequest, context: Any) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
-            request.cancel_reasons.append(message.cancel.reason)
-            self._end(request, _cancelled())
+            if message.HasField("delivered"):
+                await self._take_delivered(request, message.delivered, context)
+            else:
+                request.cancel_reasons.append(message.cancel.reason)
+                self._end(request, _cancelled())
             request.touch()
+
+    async def requeue(self) -> None:
+        """Closes the present attempt of the only request; the next is placed behind what its gateway says it holds."""
+        request = self.only
+        request.is_requeued = True
+        request.touch()
+        await self._ask(request)
+
+    async def _ask(self, request: FakeRequest) -> None:
+        requeued = scheduler_pb2.Requeued(attempt=request.attempt, reason="preempted")
+        await request.context.write(self._down(requeued=requeued))
+
+    async def _take_delivered(self, request: FakeRequest, told: scheduler_pb2.Delivered, context: Any) -> None:
+        request.deliveries.append(told)
+        if self.cut_control_on_delivered:
+            self.cut_control_on_delivered = False
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+        assert request.tokens[: len(told.ids)] == list(told.ids)
+        if told.complete:
+            self._end(request, _finished(told.finish_reason))
+        elif request.is_requeued and told.attempt == request.attempt:
+            request.attempt += 1
+            request.is_requeued = False
+            request.touch()
+            await self._place(request, context)
 
     async def Cancel(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: scheduler_pb2.CancelRequest, context: Any
@@ -183,7 +223,8 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                 match message.WhichOneof("message"):
                     case "attach":
                         request = self.requests.get(message.attach.key.request_id)
-                        if request is None or message.attach.ticket != b"ticket":
+                        is_known = request is not None and message.attach.key.attempt == request.attempt
+                        if request is None or not is_known or message.attach.ticket != b"ticket":
                             await self._refuse_attach(message.attach.key, context)
                             continue
                         request.attaches.append(message.attach)
@@ -210,10 +251,13 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                 sender.cancel()
 
     async def _send_tokens(self, request: FakeRequest, context: Any, writing: asyncio.Lock) -> None:
-        tokens = request.tokens
-        key = common_pb2.RequestKey(request_id=request.spec.request_id, attempt=1)
+        tokens, attempt = request.tokens, request.attempt
+        key = common_pb2.RequestKey(request_id=request.spec.request_id, attempt=attempt)
         while request.num_sent < len(tokens) and request.outcome is None:
-            if self.failure_after is not None and request.num_sent >= self.failure_after[0]:
+            if request.is_requeued or request.attempt != attempt:
+                return
+            is_failing = request.spec.request_id.endswith(self.failing_suffix)
+            if self.failure_after is not None and is_failing and request.num_sent >= self.failure_after[0]:
                 self._end(request, _failed(self.failure_after[1]))
                 request.touch()
                 return
@@ -224,7 +268,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                 continue
             ids = tokens[request.num_sent : request.num_sent + min(room, self.batch)]
             sequence = decode_pb2.SequenceTokens(key=key, first_index=request.num_sent + 1, ids=ids)
-            if request.num_sent == 0:
+            if sequence.first_index == 1 or attempt > 1:
                 sequence.cached_tokens = self.cached_tokens
             if self.gives_logprobs and request.spec.sampling.top_logprobs is not None:
                 first = request.num_sent + 1

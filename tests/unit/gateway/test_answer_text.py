@@ -10,12 +10,14 @@ from shared.domain.ids import TokenId
 from shared.domain.sampling import SamplingParams, TokenLogprobs
 from shared.text.detokenizer import Detokenizer
 
+SEEDED: dict[str, Any] = {"seed": 0}
+
 
 def answer(pieces: Sequence[str | bytes], *, stop: Sequence[str] = (), **sampling: Any) -> AnswerText:
     """Token k stands for piece k; those beyond have no text and are called by their number."""
     by_id = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
     detokenizer = Detokenizer(lambda token_id: by_id[token_id] if token_id < len(by_id) else b"", stop)
-    params = SamplingParams(**({"seed": 0} | sampling))
+    params = SamplingParams(**(SEEDED | sampling))
     return AnswerText(detokenizer, sampling=params, token_name=lambda token_id: f"<{token_id}>")
 
 

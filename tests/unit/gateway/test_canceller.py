@@ -78,6 +78,74 @@ async def test_an_owed_release_keeps_the_mark() -> None:
     assert {ID: CancelReason.DELETE} == marks.marks
 
 
+class GroupScheduler:
+    """Knows the requests with these ids."""
+
+    def __init__(self, known: dict[str, CancelAnswer | Exception]) -> None:
+        self._known = known
+        self.asked: list[RequestId] = []
+
+    async def cancel(self, request_id: RequestId, reason: CancelReason) -> CancelAnswer:
+        """As the client does."""
+        self.asked.append(request_id)
+        answer = self._known.get(request_id, UNKNOWN)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+async def cancelled(known: dict[str, CancelAnswer | Exception]) -> CancelAnswer:
+    """What `cancel_answers` says of R, with no mark left for ids that are unknown."""
+    marks = FakeMarks()
+    subject = Canceller(cast("SchedulerClient", GroupScheduler(known)), cast("Cancellations", marks))
+    answer = await subject.cancel_answers(ID, CancelReason.DELETE)
+    assert set(marks.marks) <= set(known)
+    return answer
+
+
+async def test_a_request_with_one_answer_is_asked_for_once() -> None:
+    """Its children would be asked for in vain."""
+    scheduler = GroupScheduler({"R": RELEASED})
+    subject = Canceller(cast("SchedulerClient", scheduler), None)
+
+    assert RELEASED == await subject.cancel_answers(ID, CancelReason.DELETE)
+    assert ["R"] == scheduler.asked
+
+
+async def test_all_answers_to_a_question_are_cancelled() -> None:
+    """Freed together; released when all are; cancelled when one of them was."""
+    finished = CancelAnswer(is_released=True, state=RequestState.FINISHED, blocks_freed=0)
+
+    assert CancelAnswer(is_released=True, state=RequestState.CANCELLED, blocks_freed=6) == await cancelled(
+        {"R.0": RELEASED, "R.1": finished, "R.2": RELEASED}
+    )
+    assert CancelAnswer(is_released=False, state=RequestState.CANCELLED, blocks_freed=4) == await cancelled(
+        {"R.0": RELEASED, "R.1": OWED}
+    )
+    assert finished == await cancelled({"R.0": finished, "R.1": finished})
+
+
+async def test_an_answer_that_cannot_be_cancelled_now_is_owed() -> None:
+    """The others are; where none can be, the failure is the answer."""
+    failure = ServingError(ErrorCode.INTERNAL, "broken")
+
+    assert CancelAnswer(is_released=False, state=RequestState.CANCELLED, blocks_freed=3) == await cancelled(
+        {"R.0": RELEASED, "R.1": failure}
+    )
+    with pytest.raises(ServingError) as caught:
+        await cancelled({"R.1": failure})
+
+    assert failure == caught.value
+
+
+async def test_a_question_that_nobody_knows_is_404() -> None:
+    """Neither itself nor an answer to it."""
+    with pytest.raises(ServingError) as caught:
+        await cancelled({})
+
+    assert ErrorCode.REQUEST_NOT_FOUND is caught.value.code
+
+
 async def test_an_unknown_request_is_404_and_leaves_no_mark() -> None:
     """Nobody can fill the store with ids."""
     marks = FakeMarks()

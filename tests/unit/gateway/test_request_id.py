@@ -28,6 +28,20 @@ def test_an_id_is_taken_with_and_without_its_prefix() -> None:
     assert request_id == parse_request_id(f"chatcmpl-{request_id}")
 
 
+def test_answers_to_one_question_share_its_name() -> None:
+    """Each has an id of its own, and all call themselves by the question's; no client can name one of them."""
+    question = new_identity({"x-request-id": "mine"}, 1)
+    children = [question.child(choice) for choice in (0, 7)]
+
+    assert [f"{question.request_id}.0", f"{question.request_id}.7"] == [child.request_id for child in children]
+    assert {f"chatcmpl-{question.request_id}"} == {one.completion_id for one in (question, *children)}
+    assert ["mine", "mine"] == [child.client_request_id for child in children]
+    with pytest.raises(ServingError) as caught:
+        parse_request_id(children[0].request_id)
+
+    assert ErrorCode.REQUEST_NOT_FOUND is caught.value.code
+
+
 @pytest.mark.parametrize("text", ["", "chatcmpl-"])
 def test_an_empty_id_is_refused(text: str) -> None:
     """CAN-04: nothing can be matched by a prefix."""

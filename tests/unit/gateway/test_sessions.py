@@ -29,6 +29,19 @@ async def test_places_are_counted_and_given_back_once() -> None:
     assert ErrorCode.OVERLOADED == caught.value.code
 
 
+async def test_several_places_are_taken_all_or_none() -> None:
+    """One for each answer; what does not fit takes nothing."""
+    async with asyncio.TaskGroup() as group:
+        sessions = Sessions(group, 4)
+        leave = sessions.enter(3)
+        with pytest.raises(ServingError):
+            sessions.enter(2)
+        assert 3 == sessions.num_open
+        sessions.enter()
+        leave()
+        assert 1 == sessions.num_open
+
+
 async def test_a_drain_lets_streams_end_and_refuses_new_ones() -> None:
     """OPS-01: all of it, finish reason and [DONE]; new requests get 503 meanwhile; then it returns."""
     script = counting(8)

@@ -97,6 +97,78 @@ def test_an_error_is_data_and_then_done() -> None:
     ] == data_of(frames)
 
 
+ENTRY: dict[str, object] = {"token": "H", "logprob": -0.5, "bytes": [72], "top_logprobs": []}
+
+
+def test_log_probabilities_come_with_their_text() -> None:
+    """In OpenAI's form, in the chunk of the text; null elsewhere."""
+    stream = openai_stream(include_usage=False)
+    chunks = objects_of(
+        stream.delta(TextPart("H", (ENTRY,))) + stream.delta(TextPart("i")) + stream.finish(FinishReason.STOP, USAGE)
+    )
+
+    assert [None, {"content": [ENTRY], "refusal": None}, None, None] == [
+        chunk["choices"][0]["logprobs"] for chunk in chunks
+    ]
+
+
+def test_log_probabilities_of_named_events() -> None:
+    """Beside the text, only where there are any."""
+    stream = EventStream(NamedEventEncoder(request_id="R"))
+    stream.start(0)
+    lines = data_of(stream.delta(TextPart("H", (ENTRY,))) + stream.delta(TextPart("i")))
+
+    assert [{"delta": "H", "logprobs": {"content": [ENTRY], "refusal": None}}, {"delta": "i"}] == [
+        json.loads(line) for line in lines if not line.startswith("event")
+    ]
+
+
+def test_log_probabilities_of_a_whole_answer() -> None:
+    """All entries in one list, empty where no token had text; null where nobody asked."""
+    parts = [TextPart("H", (ENTRY,)), TextPart(""), TextPart("i", (ENTRY,))]
+    choices = [
+        choice_object(3, parts, FinishReason.LENGTH, has_logprobs=True),
+        choice_object(0, [], FinishReason.STOP, has_logprobs=True),
+        choice_object(0, [TextPart("a")], FinishReason.STOP, has_logprobs=False),
+    ]
+
+    assert [{"content": [ENTRY, ENTRY], "refusal": None}, {"content": [], "refusal": None}, None] == [
+        choice["logprobs"] for choice in choices
+    ]
+    assert (3, "length") == (choices[0]["index"], choices[0]["finish_reason"])
+
+
+def test_one_choice_of_several_writes_no_end() -> None:
+    """Its number in every chunk; usage and [DONE] are for the stream that they share, and so is an error."""
+    encoder = OpenAiEncoder(completion_id="chatcmpl-A", model="m", created_unix_s=9, include_usage=True, choice=2)
+    stream, broken = EventStream(encoder), EventStream(encoder)
+    stream.start(0)
+    broken.start(0)
+    frames = stream.delta(TextPart("a")) + stream.finish(FinishReason.LENGTH, USAGE)
+    chunks = [json.loads(data) for data in data_of(frames)]
+
+    assert [(2, None), (2, None), (2, "length")] == [
+        (chunk["choices"][0]["index"], chunk["choices"][0]["finish_reason"]) for chunk in chunks
+    ]
+    assert b"" == broken.error(ServingError(ErrorCode.INTERNAL, "x"))
+
+
+def test_the_end_of_a_shared_stream() -> None:
+    """Usage where it was asked for, then [DONE]."""
+    encoders = [
+        OpenAiEncoder(completion_id="chatcmpl-A", model="m", created_unix_s=9, include_usage=include_usage)
+        for include_usage in (True, False)
+    ]
+    with_usage, without = (data_of(encoder.end(USAGE)) for encoder in encoders)
+
+    assert ([], USAGE_OBJECT, "[DONE]") == (
+        json.loads(with_usage[0])["choices"],
+        json.loads(with_usage[0])["usage"],
+        with_usage[1],
+    )
+    assert ["[DONE]"] == without
+
+
 def test_named_events_are_named() -> None:
     """The stream of /api/chat, word for word."""
     stream = EventStream(NamedEventEncoder(request_id="R"))

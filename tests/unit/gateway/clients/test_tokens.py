@@ -8,9 +8,11 @@ from gateway.clients.tokens import (
     TokenStream,
     TokenSubscription,
 )
+from shared.codec.request import logprobs_to_wire
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId
 from shared.domain.request import FinishReason
+from shared.domain.sampling import TokenLogprobs
 from shared.wire import common_pb2, decode_pb2
 
 KEY = RequestKey(RequestId("R"), Attempt(1))
@@ -72,6 +74,21 @@ async def test_tokens_come_once_and_in_order() -> None:
     assert arrived(10, 11, cached=16) == await subject.get()
     assert arrived(12) == await subject.get()
     assert 4 == subject.next_index
+
+
+async def test_log_probabilities_stay_with_their_tokens() -> None:
+    """Also where the first of a message were there before."""
+    subject = subscription()
+    values = [TokenLogprobs(logprob=-0.5 * place, top=((TokenId(place), -0.25),)) for place in range(3)]
+    for count, first in ((2, 0), (3, 0)):
+        message = tokens(1, *range(10, 10 + count))
+        message.logprobs.extend(map(logprobs_to_wire, values[first:count]))
+        subject.receive(message)
+
+    assert TokensArrived(ids=(TokenId(10), TokenId(11)), cached_tokens=0, logprobs=tuple(values[:2])) == (
+        await subject.get()
+    )
+    assert TokensArrived(ids=(TokenId(12),), cached_tokens=0, logprobs=(values[2],)) == await subject.get()
 
 
 async def test_a_gap_is_asked_for_again() -> None:

@@ -116,6 +116,16 @@ def test_end_tokens_have_no_text(model_dir: Path) -> None:
     assert detokenizer.feed([TokenId(ord("!"))]).stop_index == 4
 
 
+def test_tokens_without_text_have_names(model_dir: Path) -> None:
+    """As the tokenizer writes them; what is no token has none, and neither have those of a script."""
+    chat = ChatTokenizer.load(model_dir)
+
+    assert ["<s>", "</s>", "", ""] == [
+        *(chat.token_name(TokenId(token_id)) for token_id in (256, 257, 9999)),
+        ChatTokenizer.scripted().token_name(TokenId(5)),
+    ]
+
+
 def test_scripted_prompt_is_the_last_user_message() -> None:
     """One token a byte; the answer's table comes from the prompt."""
     chat = ChatTokenizer.scripted()

@@ -95,6 +95,19 @@ def test_a_leading_blank_is_dropped_once_and_only_at_the_start() -> None:
     assert texts == ["", "red", " green", " "]
 
 
+def test_what_is_held_is_counted() -> None:
+    """Whole characters that may become a stop string; halves of one are no characters yet."""
+    pieces = [b"ab\xc3", b"\xa9x", b"y", b"z"]
+    detokenizer = Detokenizer(lambda token_id: pieces[token_id], ["\u00e9xy!"])
+    held: list[int] = []
+    for token_id in range(4):
+        detokenizer.feed([TokenId(token_id)])
+        held.append(detokenizer.num_held_chars)
+
+    assert [0, 2, 3, 0] == held
+    assert b"y" == detokenizer.token_bytes(TokenId(2))
+
+
 def test_an_empty_stop_string_is_a_mistake() -> None:
     """It would match before the first character."""
     with pytest.raises(ValueError, match="must not be empty"):
