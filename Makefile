@@ -19,7 +19,7 @@ RUN_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check static tests fmt fmt-check lint types imports shape proto proto-check docs \
-	unit property scenario contract integration bench clean
+	unit property scenario contract integration bench bench-engine bench-steady clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
@@ -109,6 +109,12 @@ integration:  ## Real processes
 bench: setup  ## Cancel -> blocks free, against its limits; not part of any test
 	@PYTHONPATH=. $(PY) tests/bench/cancel_release.py
 	@PYTHONPATH=. $(PY) tests/bench/cancel_release.py --model --cancels 60
+
+bench-engine: setup  ## Step times and prefill rates beside what this machine can do
+	@PYTHONPATH=. OPENBLAS_NUM_THREADS=1 $(PY) tests/bench/engine.py
+
+bench-steady: setup  ## Memory of every process over 10,000 short requests
+	@PYTHONPATH=. $(PY) tests/bench/steady.py
 
 clean:  ## Remove what set-up and tests left in this folder
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
