@@ -66,6 +66,10 @@ class Reservations:
         """Blocks that nobody holds."""
         return self._pool.num_available
 
+    def take_evictions(self) -> int:
+        """Cached blocks that gave way since the last call."""
+        return self._cache.take_evictions()
+
     def find(self, key: RequestKey) -> Reservation | None:
         return self._held.get(key)
 

@@ -201,6 +201,8 @@ class DecodeService:
             outbox=Outbox(capacity=capacity, num_delivered=len(delivered)),
             now=now,
         )
+        num_hit = granted.num_shared * self._layout.block_size
+        self._metrics.prefix_looked_up(num_hit, spec.num_prompt_tokens - num_hit, self._reservations.take_evictions())
         self._log.debug("reserved", key=str(key), blocks=len(granted.blocks), prompt_tokens=spec.num_prompt_tokens)
         self._report_reserved(key, epoch, granted)
         if row.close_if_delivered(self._eos_ids):

@@ -196,9 +196,9 @@ class Metrics:
         self._registry.register(ZeroHistogram(self.step_sequences, STEP_SEQUENCES, _SEQUENCES_BUCKETS, of_role))
         labels = {"role": self.role, "worker": self.name}
         self._gauge(KV_BLOCKS, "Blocks of the KV pool", provider, labels, "state")
-        self.prefix_looked_up(num_hit=0, num_missed=0, num_evicted=0)
+        self.prefix_looked_up(0, 0, 0)
 
-    def prefix_looked_up(self, *, num_hit: int, num_missed: int, num_evicted: int) -> None:
+    def prefix_looked_up(self, num_hit: int, num_missed: int, num_evicted: int) -> None:
         """Tokens of one prompt that were found in the cache and not, and the blocks evicted since the last call."""
         self._prefix_cache_tokens.add("hit", num_hit)
         self._prefix_cache_tokens.add("miss", num_missed)

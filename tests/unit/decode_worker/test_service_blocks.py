@@ -172,12 +172,13 @@ def test_a_full_outbox_is_parked_and_preempted_after_ten_seconds(table: Table, m
     assert table.pool.num_available == 16
 
 
-def test_a_prompt_that_is_here_needs_no_transfer(table: Table) -> None:
+def test_a_prompt_that_is_here_needs_no_transfer(table: Table, metrics: Metrics) -> None:
     """Its whole blocks are shared as soon as the engine has found them good; token 1 alone commits the next one."""
     first = table.running(table.reserve("a"))
     second = table.row(table.reserve("b"))
 
     assert table.events.posted[-1].reserved.target.tokens_held == 4
+    assert b'firsttoken_prefix_cache_tokens_total{result="hit"} 4.0' in metrics.render()
     assert second.block_table.block_ids[0] == first.block_table.block_ids[0]
     assert table.service.take_first_token(second, FIRST, 0) is None
     assert isinstance(table.engine.commands[-2], Join)
