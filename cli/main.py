@@ -26,6 +26,11 @@ HomeOption = Annotated[
     Path, typer.Option(envvar="FIRSTTOKEN_HOME", help="Where prepared models and the logs of runs are kept.")
 ]
 
+NumericModeOption = Annotated[
+    str | None,
+    typer.Option(help="How products are computed: f32, q4f32, q4a16, q4a8, q8a16; default: what suits the model."),
+]
+
 
 @app.command()
 def up(
@@ -40,6 +45,7 @@ def up(
     redis_url: Annotated[
         str | None, typer.Option(help="A Redis to use; default: an embedded Valkey for this run.")
     ] = None,
+    numeric_mode: NumericModeOption = None,
     scripted: Annotated[
         bool, typer.Option("--scripted", help="A deterministic generator in the model's place, for tests.")
     ] = False,
@@ -54,6 +60,7 @@ def up(
         num_prefill=prefill,
         num_decode=decode,
         model=model,
+        numeric_mode=numeric_mode,
         port=port,
         redis_url=redis_url,
         is_scripted=scripted,
@@ -82,12 +89,16 @@ def status(
 @app.command(hidden=True)
 def prepare(
     model: Annotated[str | None, typer.Argument(help="As `up --model`.")] = None,
+    numeric_mode: NumericModeOption = None,
     home: HomeOption = DEFAULT_HOME,
 ) -> None:
     """Prepare a model without running anything, and print its folder: what set-up does."""
-    from cli.prepare import prepare_model
+    from cli.prepare import ModelChoice, prepare_model
 
-    prepared = prepare_model(model, home.expanduser().absolute(), lambda text: print(text, file=sys.stderr, flush=True))
+    choice = ModelChoice.of(model, numeric_mode, os.environ)
+    prepared = prepare_model(
+        choice, home.expanduser().absolute(), lambda text: print(text, file=sys.stderr, flush=True)
+    )
     print(prepared.folder)
 
 

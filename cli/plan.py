@@ -52,7 +52,7 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """What was asked for. `model_dir` None = the scripted generator."""
+    """What was asked for. `model_dir` None = the scripted generator; `numeric_mode` None = the model's own."""
 
     port: int
     num_prefill: int
@@ -60,6 +60,7 @@ class Deployment:
     redis_url: str
     is_redis_own: bool
     model_dir: Path | None
+    numeric_mode: str | None
     served_model_name: str
     cluster_token: str
     num_cores: int
@@ -108,6 +109,8 @@ def plan_services(deployment: Deployment, around: Mapping[str, str]) -> tuple[Ch
         common[f"{ENV_PREFIX}SCRIPTED"] = "true"
     else:
         common[f"{ENV_PREFIX}MODEL_DIR"] = str(deployment.model_dir)
+    if deployment.numeric_mode is not None:
+        common[f"{ENV_PREFIX}NUMERIC_MODE"] = deployment.numeric_mode
 
     def service(child_id: str, module: str, stage: DrainStage, port: int, admin_port: int) -> ChildSpec:
         ports = {f"{ENV_PREFIX}PORT": str(port), f"{ENV_PREFIX}ADMIN_PORT": str(admin_port)}

@@ -14,7 +14,7 @@ from cli.checks import check_nobody_is_active, check_port, wait_for_redis
 from cli.embedded_redis import plan_redis
 from cli.notes import Notes
 from cli.plan import ChildSpec, Deployment, plan_services
-from cli.prepare import prepare_model
+from cli.prepare import ModelChoice, prepare_model
 from cli.problem import EXIT_FAILED, CommandProblem
 from cli.readiness import wait_until_ready
 from cli.run_folder import RunFolder
@@ -32,11 +32,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the ter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
-    """What was typed. `redis_url` None = the embedded Valkey."""
+    """What was typed. `redis_url` None = the embedded Valkey; `numeric_mode` None = the settings', or the model's."""
 
     num_prefill: int
     num_decode: int
     model: str | None
+    numeric_mode: str | None
     port: int
     redis_url: str | None
     is_scripted: bool
@@ -46,6 +47,7 @@ class UpOptions:
 def run_up(options: UpOptions, around: Mapping[str, str]) -> int:
     """Blocks until it has been stopped and no child is left. Returns the exit code; raises CommandProblem."""
     notes = Notes()
+    choice = ModelChoice.of(options.model, options.numeric_mode, around)
     check_port(options.port)
     check_port(options.port + ADMIN_PORT_OFFSET)
     logs.configure("up", "ERROR")  # ours are notes; what the state client logs must not get between them
@@ -56,7 +58,7 @@ def run_up(options: UpOptions, around: Mapping[str, str]) -> int:
         folder = RunFolder.create(options.home)
     except OSError as error:
         raise CommandProblem(f"{options.home} cannot be written ({error.strerror}); name another with --home") from None
-    model = None if options.is_scripted else prepare_model(options.model, options.home, notes.say)
+    model = None if options.is_scripted else prepare_model(choice, options.home, notes.say)
     redis, redis_url = plan_redis(folder, around) if options.redis_url is None else (None, options.redis_url)
     deployment = Deployment(
         port=options.port,
@@ -65,6 +67,7 @@ def run_up(options: UpOptions, around: Mapping[str, str]) -> int:
         redis_url=redis_url,
         is_redis_own=redis is not None,
         model_dir=None if model is None else model.folder,
+        numeric_mode=choice.numeric_mode,
         served_model_name=SCRIPTED_MODEL_NAME if model is None else model.name,
         cluster_token=secrets.token_urlsafe(32),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

@@ -3,6 +3,7 @@
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import run_worker
 from shared.aio.threads import in_passing_thread
+from shared.domain.request import Role
 from shared.engine.build import build_engine
 from shared.process import Process, run
 
@@ -14,14 +15,9 @@ async def main(process: Process, config: PrefillConfig) -> None:
     engine's threads would then sleep between any two operations instead of spinning for a moment.
     """
     engine = await in_passing_thread(
-        build_engine,
-        model_dir=config.model_dir,
-        block_size=config.block_size,
-        kv_pool_mib=config.kv_pool_mib,
-        chunk_tokens=config.prefill_chunk_tokens,
-        num_threads=config.num_threads,
-        clock=process.clock,
+        build_engine, config, Role.PREFILL, chunk_tokens=config.prefill_chunk_tokens, clock=process.clock
     )
+    process.log.info(engine.pool_note)
     await run_worker(process, config, engine)
 
 

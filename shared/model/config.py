@@ -87,7 +87,7 @@ class ModelConfig:
                 window=int(fields["max_position_embeddings"]),
                 rms_norm_eps=float(fields["rms_norm_eps"]),
                 has_tied_head=bool(fields.get("tie_word_embeddings", False)),
-                rope=_rope(fields),
+                rope=rope_of(fields),
                 has_qkv_bias=model_type == "qwen2",
                 has_qk_norm=model_type == "qwen3",
             )
@@ -111,7 +111,8 @@ class ModelConfig:
             raise PreparationError(f"the model's config has a wrong value (head_dim is odd: {self.head_dim})")
 
 
-def _rope(fields: Mapping[str, Any]) -> RopeConfig:
+def rope_of(fields: Mapping[str, Any]) -> RopeConfig:
+    """The rotary positions that a config asks for; PreparationError for a kind that is not supported."""
     # Newer configs carry one mapping, older ones a base and an optional scaling.
     rope: Mapping[str, Any] = fields.get("rope_parameters") or {
         "rope_theta": fields.get("rope_theta", 10_000.0),

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from shared.kv.layout import KvLayout
 from shared.kv.memory import KvMemory
 from shared.model.config import ModelConfig
+from shared.model.numerics import deployment_numerics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +77,15 @@ def check_segments(config: ModelConfig, memory: KvMemory, segments: Sequence[Seg
             raise ValueError(f"a token id lies outside the vocabulary of {config.vocab_size}")
         if segment.end > config.window:
             raise ValueError(f"a sequence is longer than the window of {config.window} tokens")
+
+
+def model_layout(config: ModelConfig, source_hash: str, numerics: str, block_size: int, kv_dtype: str) -> KvLayout:
+    """The cache form of a model, in a deployment whose roles both compute with these numerics."""
+    return KvLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=kv_dtype,
+        block_size=block_size,
+        numerics=deployment_numerics(source_hash, prefill=numerics, decode=numerics),
+    )

@@ -11,6 +11,15 @@ GROUP = 32
 _FINGERPRINT_BYTES = 16
 
 
+class WeightFormat(StrEnum):
+    """What the matrices of a mode are kept as; modes with the same format share a packed file."""
+
+    F32 = "f32"
+    Q4 = "q4"
+    Q8 = "q8"
+    BF16 = "bf16"
+
+
 class NumericMode(StrEnum):
     """Weights and activations of the layers' products; everything between the products is float32 in every mode.
 
@@ -27,14 +36,17 @@ class NumericMode(StrEnum):
     BF16 = "bf16"
 
     @property
-    def has_4bit_weights(self) -> bool:
-        """Needs a source whose layers are 4-bit groups."""
-        return self in (NumericMode.Q4F32, NumericMode.Q4A16, NumericMode.Q4A8)
-
-    @property
-    def has_quantised_weights(self) -> bool:
-        """Weights are groups with scales, 4-bit or 8-bit."""
-        return self.has_4bit_weights or self is NumericMode.Q8A16
+    def weight_format(self) -> WeightFormat:
+        """Of the layers' matrices. Q4 needs a source whose layers are 4-bit groups; BF16 only torch computes."""
+        match self:
+            case NumericMode.F32:
+                return WeightFormat.F32
+            case NumericMode.Q4F32 | NumericMode.Q4A16 | NumericMode.Q4A8:
+                return WeightFormat.Q4
+            case NumericMode.Q8A16:
+                return WeightFormat.Q8
+            case NumericMode.BF16:
+                return WeightFormat.BF16
 
     @property
     def activation_bits(self) -> int | None:

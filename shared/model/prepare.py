@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from shared.model.numerics import NumericMode, WeightFormat
+from shared.model.pack import pack
 from shared.model.prepared import PREPARE_VERSION, PreparationError, PreparedModel
 
 LOCK_WAIT_S = 900.0  # longer than another's preparation of a model that fits a machine of this class
@@ -53,6 +55,26 @@ def prepare(source: str | Path | None, home: Path, report: Callable[[str], None]
         raise PreparationError(f"{home} cannot be used for prepared models ({error.strerror or error})") from None
 
 
+def prepare_mode(prepared: PreparedModel, mode: NumericMode, home: Path, report: Callable[[str], None]) -> None:
+    """Bring a prepared folder to where the `cpu` backend computes in `mode` at once: weights packed, kernels compiled.
+
+    Blocks; a second call returns at once. Raises PreparationError, one sentence, when the model cannot have this mode.
+    """
+    weight_format = mode.weight_format
+    if weight_format is WeightFormat.BF16:
+        raise PreparationError(f"mode {mode} is computed by the torch backend only (FIRSTTOKEN_BACKEND=torch)")
+    try:
+        if not prepared.packed_path(weight_format).exists():
+            with _locked(home / "models" / ".lock", report):
+                pack(prepared, weight_format, report)
+        # numba takes half a second to import, which a folder that is only looked up should not wait for.
+        from shared.model.kernels.cpu.warm import load_kernels
+
+        load_kernels(report)
+    except OSError as error:
+        raise PreparationError(f"{prepared.folder} cannot be written ({error.strerror or error})") from None
+
+
 def _prepare_locked(source: str | Path, models: Path, report: Callable[[str], None]) -> Path:
     path = Path(source)
     if not path.exists():
@@ -71,13 +93,20 @@ def _prepare_locked(source: str | Path, models: Path, report: Callable[[str], No
         if path.is_file():
             from shared.model.gguf_source import unpack_gguf
 
-            window, eos_ids = unpack_gguf(path, unfinished, lambda line: report(f"{name}: {line}"))
+            facts = unpack_gguf(path, unfinished, lambda line: report(f"{name}: {line}"))
         else:
             from shared.model.hf_source import rewrite_hf
 
-            window, eos_ids = rewrite_hf(path, unfinished, lambda line: report(f"{name}: {line}"))
+            facts = rewrite_hf(path, unfinished, lambda line: report(f"{name}: {line}"))
         PreparedModel(
-            folder=unfinished, name=name, window=window, eos_ids=eos_ids, source_hash=source_hash
+            folder=unfinished,
+            name=name,
+            window=facts.window,
+            eos_ids=facts.eos_ids,
+            source_hash=source_hash,
+            # The source's own 4-bit weights with int16 activations lose nothing that sampling could see
+            # (docs/performance.md) and are four times faster than float32.
+            default_mode=NumericMode.Q4A16 if facts.has_4bit_groups else NumericMode.F32,
         ).write_facts()
         shutil.rmtree(folder, ignore_errors=True)  # of another version of preparation
         unfinished.rename(folder)

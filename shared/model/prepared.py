@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from shared.domain.ids import TokenId
+from shared.model.numerics import NumericMode, WeightFormat
 
-PREPARE_VERSION = 1
+PREPARE_VERSION = 2
 """Grows when preparation writes something else from the same source; older folders are then made anew."""
 FACTS_FILE = "firsttoken.json"
 WEIGHTS_FILE = "model.safetensors"
+GROUPS_FILE = "groups.safetensors"
 
 
 class PreparationError(Exception):
@@ -18,18 +20,40 @@ class PreparationError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFacts:
+    """What reading a source gives beside the files. `has_4bit_groups`: all matrices of the layers are such groups."""
+
+    window: int
+    eos_ids: frozenset[TokenId]
+    has_4bit_groups: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedModel:
-    """What preparation found out. `source_hash` is the SHA-256 of the source's content, in hexadecimal digits."""
+    """What preparation found out. `source_hash` is the SHA-256 of the source's content, in hexadecimal digits.
+
+    The folder holds config, tokenizer and chat template, the source's weights in float32 (`weights_path`), their
+    groups if the source is quantised to 4 bits (`groups_path`), and packed for the `cpu` backend one file for each
+    weight format that was asked for (`packed_path`).
+    """
 
     folder: Path
     name: str
     window: int
     eos_ids: frozenset[TokenId]
     source_hash: str
+    default_mode: NumericMode
 
     @property
     def weights_path(self) -> Path:
         return self.folder / WEIGHTS_FILE
+
+    @property
+    def groups_path(self) -> Path:
+        return self.folder / GROUPS_FILE
+
+    def packed_path(self, weight_format: WeightFormat) -> Path:
+        return self.folder / f"packed-{weight_format}.safetensors"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -49,6 +73,7 @@ class PreparedModel:
                 window=int(facts["window"]),
                 eos_ids=frozenset(TokenId(int(each)) for each in facts["eos_ids"]),
                 source_hash=str(facts["source_hash"]),
+                default_mode=NumericMode(facts["default_mode"]),
             )
         except (KeyError, TypeError, ValueError):
             raise PreparationError(f"{folder / FACTS_FILE} is damaged; delete the folder and prepare again") from None
@@ -61,6 +86,7 @@ class PreparedModel:
             "window": self.window,
             "eos_ids": sorted(self.eos_ids),
             "source_hash": self.source_hash,
+            "default_mode": self.default_mode,
         }
         (self.folder / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 

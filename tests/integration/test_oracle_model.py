@@ -6,11 +6,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from cli.main import DEFAULT_HOME
 from shared.domain.ids import TokenId
 from shared.kv.memory import KvMemory
-from shared.model.llama import LlamaModel
-from shared.model.paging import Segment
+from shared.model.kernels.cpu.model import CpuModel
+from shared.model.model import Model, Segment
+from shared.model.numerics import NumericMode
+from shared.model.prepare import prepare_mode
 from shared.model.prepared import PreparedModel
+from shared.model.torch_model import TorchModel
 from tests.support.oracle import BORDER_LENGTHS, MAX_TOKENS, STORY, border_questions, questions
 from tests.support.reference import Reference, default_model_dir, reference_answers
 
@@ -41,13 +45,13 @@ class _Sequence:
         return Segment(token_ids=ids, start=self.num_computed, block_table=self.table, want_logits=end == len(text))
 
 
-def _answers(model: LlamaModel, prompts: Sequence[Prompt], packed: int) -> list[_Sequence]:
+def _answers(model: Model, prompts: Sequence[Prompt], packed: int) -> list[_Sequence]:
     """Greedy answers: prompts in chunks, `packed` prompts a step, then all answers together, one token a step."""
     eos_ids = PreparedModel.load(default_model_dir()).eos_ids
     sequences: list[_Sequence] = []
     for prompt in prompts:
         sequences.append(_Sequence(prompt, sum(len(each.table) for each in sequences)))
-    memory = KvMemory(model.layout(BLOCK), sum(len(each.table) for each in sequences))
+    memory = KvMemory(model.layout(BLOCK, "float32"), sum(len(each.table) for each in sequences))
 
     def step(members: Sequence[_Sequence]) -> None:
         segments = [each.next_segment() for each in members]
@@ -66,13 +70,17 @@ def _answers(model: LlamaModel, prompts: Sequence[Prompt], packed: int) -> list[
     return sequences
 
 
-@pytest.fixture(scope="module")
-def model() -> LlamaModel:
-    """The default model. One thread on both sides: two that spin are five times slower on a busy machine."""
-    return LlamaModel.load(default_model_dir(), num_threads=1)
+@pytest.fixture(scope="module", params=["cpu", "torch"])
+def model(request: pytest.FixtureRequest) -> Model:
+    """The default model in float32. One thread on both sides: two that spin are five times slower on a busy machine."""
+    prepared = PreparedModel.load(default_model_dir())
+    if request.param == "torch":
+        return TorchModel.load(prepared, NumericMode.F32, num_threads=1)
+    prepare_mode(prepared, NumericMode.F32, DEFAULT_HOME.expanduser(), lambda line: print(line, flush=True))
+    return CpuModel.load(prepared, NumericMode.F32, 1)
 
 
-def test_greedy_answers_are_those_of_transformers(model: LlamaModel) -> None:
+def test_greedy_answers_are_those_of_transformers(model: Model) -> None:
     """Short, long and Japanese questions and conversations, all decoded in one batch."""
     prompts = [Reference.shared().prompt_ids(question.messages) for question in questions()]
     assert len(prompts) >= 20
@@ -80,7 +88,7 @@ def test_greedy_answers_are_those_of_transformers(model: LlamaModel) -> None:
     assert ours == reference_answers(default_model_dir(), prompts, MAX_TOKENS)
 
 
-def test_prompts_around_block_and_chunk_borders(model: LlamaModel) -> None:
+def test_prompts_around_block_and_chunk_borders(model: Model) -> None:
     """One token less, as many, and one more than whole blocks and chunks (PDX-02)."""
     prompts = [Reference.shared().prompt_ids(question.messages) for question in border_questions()]
     assert [len(prompt) for prompt in prompts] == list(BORDER_LENGTHS)
@@ -88,7 +96,7 @@ def test_prompts_around_block_and_chunk_borders(model: LlamaModel) -> None:
     assert ours == reference_answers(default_model_dir(), prompts, MAX_TOKENS)
 
 
-def test_company_does_not_change_a_bit_of_the_logits(model: LlamaModel) -> None:
+def test_company_does_not_change_a_bit_of_the_logits(model: Model) -> None:
     """Prompts packed four to a step and answers in one batch, against each of them alone."""
     story = Reference.shared().prompt_ids([{"role": "user", "content": STORY}])
     prompts = [story[:length] for length in (3, 64, 65, 100, 150)]

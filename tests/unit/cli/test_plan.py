@@ -16,6 +16,7 @@ def _deployment(
         redis_url="redis://127.0.0.1:1/0",
         is_redis_own=is_redis_own,
         model_dir=model_dir,
+        numeric_mode=None,
         served_model_name="scripted",
         cluster_token="secret",
         num_cores=4,

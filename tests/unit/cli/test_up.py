@@ -19,6 +19,7 @@ def _deployment(model_dir: Path | None) -> Deployment:
         redis_url="redis://127.0.0.1:1/0",
         is_redis_own=True,
         model_dir=model_dir,
+        numeric_mode=None,
         served_model_name="m",
         cluster_token="secret",
         num_cores=4,

@@ -10,11 +10,14 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors import torch as safetensors_torch
-from transformers import LlamaForCausalLM
 
-from shared.model.prepare import prepare
-from shared.model.prepared import PreparationError, PreparedModel
+from shared.model.numerics import NumericMode
+from shared.model.prepare import prepare, prepare_mode
+from shared.model.prepared import PREPARE_VERSION, PreparationError, PreparedModel
 from shared.text.chat import ChatMessage, ChatTokenizer
+from tests.support.tiny_models import TinyModel, write_gguf, write_hf
+
+pytestmark = pytest.mark.timeout(300)  # the first run on a machine compiles the kernels
 
 _CONTENTS = ["chat_template.jinja", "config.json", "firsttoken.json", "model.safetensors", "tokenizer.json"]
 
@@ -30,9 +33,7 @@ def _copy(source: Path, target: Path, **config: object) -> Path:
     return target
 
 
-def test_gguf_and_folder_of_one_model_agree(
-    tiny_model: LlamaForCausalLM, tiny_gguf: Path, tiny_dir: Path, home: Path
-) -> None:
+def test_gguf_and_folder_of_one_model_agree(tiny_model: Any, tiny_gguf: Path, tiny_dir: Path, home: Path) -> None:
     """Both sources give the same weights, facts and prompt tokens as the model they were made from."""
     lines: list[str] = []
     from_gguf = prepare(tiny_gguf, home, lines.append)
@@ -42,7 +43,8 @@ def test_gguf_and_folder_of_one_model_agree(
         assert sorted(weights) == sorted(expected)
         assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
         prepared = PreparedModel.load(folder)
-        assert (prepared.name, prepared.window, prepared.eos_ids) == ("tiny", 128, {258})
+        assert (prepared.name, prepared.window, prepared.eos_ids) == ("tiny", 256, {258})
+        assert prepared.default_mode == NumericMode.F32
         assert set(_CONTENTS) <= {file.name for file in folder.iterdir()}
         assert ChatTokenizer.load(folder).render([ChatMessage(role="user", content="hé 12")]) == (
             257,
@@ -103,34 +105,102 @@ def test_a_gguf_that_is_cut_short(tiny_gguf: Path, tmp_path: Path, kept_bytes: i
     assert [each for each in (tmp_path / "models").iterdir() if each.name not in (".lock", "index")] == []
 
 
-def test_a_gguf_that_makes_no_sense(odd_gguf: Path, tmp_path: Path) -> None:
-    """Whole, but its tokenizer cannot be built."""
+def test_a_gguf_that_makes_no_sense(tiny_model: Any, tmp_path: Path) -> None:
+    """Whole, but its tokenizer cannot be built: a merge into a token that it does not have."""
+    odd = write_gguf(tiny_model, tmp_path / "odd.gguf", merges=["x y"])
     with pytest.raises(PreparationError, match="its tokenizer is damaged"):
-        prepare(odd_gguf, tmp_path, lambda _: None)
+        prepare(odd, tmp_path, lambda _: None)
+
+
+def _refusal(source: Path, home: Path) -> str:
+    with pytest.raises(PreparationError) as caught:
+        prepare(source, home, lambda _: None)
+    assert source.name in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_folders_that_cannot_be_served(tiny_hf_dir: Path, tmp_path: Path) -> None:
     """Another architecture, a missing config, template, tokenizer or weight: each its own sentence."""
-
-    def refusal(folder: Path) -> str:
-        with pytest.raises(PreparationError) as caught:
-            prepare(folder, tmp_path, lambda _: None)
-        return str(caught.value)
-
-    assert "model type 'mamba' is not supported" in refusal(_copy(tiny_hf_dir, tmp_path / "a", model_type="mamba"))
-    assert "attention_bias" in refusal(_copy(tiny_hf_dir, tmp_path / "b", attention_bias=True))
+    for name, change, part in (
+        ("a", {"model_type": "mamba"}, "model type 'mamba' is not supported"),
+        ("b", {"attention_bias": True}, "attention_bias"),
+        ("c", {"quantization_config": {"quant_method": "awq"}}, "quantised already"),
+        ("d", {"num_hidden_layers": 3}, "weight model.layers.2.input_layernorm.weight is missing"),
+        ("e", {"num_hidden_layers": 1}, "weight model.layers.1.input_layernorm.weight is none"),
+        ("f", {"vocab_size": 300}, "has the shape [259, 128], the config says [300, 128]"),
+        ("g", {"eos_token_id": "end"}, "no token id ('end')"),
+    ):
+        folder = _copy(tiny_hf_dir, tmp_path / name, **change)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        assert part in _refusal(folder, tmp_path), name
     for removed, part in (
         ("config.json", "no readable config.json"),
         ("chat_template.jinja", "no chat template"),
         ("tokenizer.json", "tokenizer is missing or damaged"),
-        ("model.safetensors", "weights are missing or damaged"),
+        ("model.safetensors", "neither model.safetensors nor model.safetensors.index.json"),
     ):
         folder = shutil.copytree(tiny_hf_dir, tmp_path / f"without-{removed}")
         (folder / removed).unlink()
-        assert part in refusal(folder), removed
+        assert part in _refusal(folder, tmp_path), removed
     damaged = shutil.copytree(tiny_hf_dir, tmp_path / "damaged")
     (damaged / "model.safetensors").write_bytes(b"\0" * 100)
-    assert "weights are missing or damaged" in refusal(damaged)
+    assert "model.safetensors is missing or damaged" in _refusal(damaged, tmp_path)
+
+
+def test_shards_that_cannot_be_served(tiny_model: Any, tmp_path: Path) -> None:
+    """A shard that is not there, cut short or of another place; an index that says nothing."""
+    whole = write_hf(tiny_model, tmp_path / "whole", max_shard_size="300KB")
+    shards = sorted(whole.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    index = "model.safetensors.index.json"
+
+    def changed(name: str, file: str, content: bytes | None) -> Path:
+        folder = shutil.copytree(whole, tmp_path / name)
+        (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+        return folder
+
+    missing = shards[1].name
+    assert f"{missing} is missing, which {index} names" in _refusal(changed("a", missing, None), tmp_path)
+    cut = changed("b", missing, shards[1].read_bytes()[:-10])
+    assert f"{missing} is missing or damaged" in _refusal(cut, tmp_path)
+    assert f"{index} is damaged: it has no weight_map" in _refusal(changed("c", index, b"{}"), tmp_path)
+    outside = json.dumps({"weight_map": {"lm_head.weight": "../secret"}}).encode()
+    assert "it names ../secret" in _refusal(changed("d", index, outside), tmp_path)
+    assert "it is not JSON" in _refusal(changed("e", index, b"{"), tmp_path)
+
+
+def test_weights_that_are_no_numbers(tiny_hf_dir: Path, tmp_path: Path) -> None:
+    """They would give every answer the same fault; better said once, with the weight's name."""
+    folder = shutil.copytree(tiny_hf_dir, tmp_path / "nan")
+    weights = _weights(folder)
+    weights["model.norm.weight"][3] = torch.nan
+    cast("Any", safetensors_torch).save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    assert "weight model.norm.weight is damaged: it holds what is no number" in _refusal(folder, tmp_path)
+
+
+def test_a_mode_is_packed_once_and_only_where_it_can_be(tiny_q4: PreparedModel, tiny_dir: Path, home: Path) -> None:
+    """The folder says which mode suits it; another costs a file, and one that is impossible a sentence."""
+    lines: list[str] = []
+    assert tiny_q4.default_mode == NumericMode.Q4A16
+    for mode in (NumericMode.Q4A16, NumericMode.Q4A8, NumericMode.Q8A16, NumericMode.Q8A16):
+        prepare_mode(tiny_q4, mode, home, lines.append)
+    assert [line for line in lines if "packing" in line] == [
+        "tiny: packing weights (q4)",
+        "tiny: packing weights (q8)",
+    ]
+    for mode, part in ((NumericMode.Q4A8, "tiny has no 4-bit weights"), (NumericMode.BF16, "torch backend only")):
+        with pytest.raises(PreparationError, match=part):
+            prepare_mode(PreparedModel.load(tiny_dir), mode, home, lines.append)
+
+
+def test_sizes_that_the_kernels_do_not_take(tmp_path: Path) -> None:
+    """The folder is prepared, for torch; packing says what is wrong with it."""
+    odd = TinyModel(head_dim=24).build()
+    prepared = PreparedModel.load(prepare(write_hf(odd, tmp_path / "odd"), tmp_path, lambda _: None))
+    with pytest.raises(PreparationError, match="a head size of 24 is no multiple of 32"):
+        prepare_mode(prepared, NumericMode.F32, tmp_path, lambda _: None)
 
 
 def test_a_source_that_is_nothing(tmp_path: Path) -> None:
@@ -149,6 +219,6 @@ def test_a_folder_that_is_not_prepared(tmp_path: Path) -> None:
     (tmp_path / "firsttoken.json").write_text('{"prepare_version": 0}')
     with pytest.raises(PreparationError, match="another version"):
         PreparedModel.load(tmp_path)
-    (tmp_path / "firsttoken.json").write_text('{"prepare_version": 1}')
+    (tmp_path / "firsttoken.json").write_text(json.dumps({"prepare_version": PREPARE_VERSION}))
     with pytest.raises(PreparationError, match="damaged"):
         PreparedModel.load(tmp_path)

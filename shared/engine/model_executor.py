@@ -12,15 +12,14 @@ from shared.engine.sampler import Sampler, SamplingRow
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import KvLayout
 from shared.kv.memory import KvMemory
-from shared.model.llama import LlamaModel
-from shared.model.paging import Segment
+from shared.model.model import Model, Segment
 
 
-class TorchExecutor:
+class ModelExecutor:
     """What a row gives depends on its own sequence alone, whoever shares its step."""
 
     def __init__(
-        self, model: LlamaModel, memory: KvMemory, *, window: int, eos_ids: frozenset[TokenId], chunk_tokens: int
+        self, model: Model, memory: KvMemory, *, window: int, eos_ids: frozenset[TokenId], chunk_tokens: int
     ) -> None:
         self._model = model
         self._memory = memory
@@ -60,6 +59,7 @@ class TorchExecutor:
                 )
                 for chunk in chunks
             ],
+            on_layers,
         )
         rows = [
             SamplingRow(key=chunk.key, spec=chunk.spec, index=1, outputs=())

@@ -1,4 +1,4 @@
-"""Tests of `shared.engine.torch_executor`, on a tiny random model."""
+"""Tests of `shared.engine.model_executor`, on a tiny random model."""
 
 import numpy as np
 import torch
@@ -7,20 +7,23 @@ from shared.domain.ids import Attempt, BlockId, RequestId, RequestKey, TokenId
 from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
 from shared.engine.executor import DecodeRow, PrefillChunk, SampledToken
+from shared.engine.model_executor import ModelExecutor
 from shared.engine.sampler import Sampler, SamplingRow
-from shared.engine.torch_executor import TorchExecutor
 from shared.kv.block_table import BlockTable
 from shared.kv.memory import KvMemory
 from shared.model.config import ModelConfig, RopeConfig
-from shared.model.llama import LlamaModel
-from shared.model.paging import Segment
+from shared.model.format_weights import FormatWeights
+from shared.model.model import Segment
+from shared.model.numerics import NumericMode, WeightFormat
+from shared.model.torch_model import TorchModel
+from shared.model.weights import expected_shapes
 
 BLOCK_SIZE = 8
 CHUNK_TOKENS = 16
 NUM_BLOCKS = 64
 
 
-def _model() -> LlamaModel:
+def _model() -> TorchModel:
     """Two layers, 61 tokens, weights from a fixed seed, so that logits differ widely."""
     config = ModelConfig(
         num_layers=2,
@@ -35,31 +38,20 @@ def _model() -> LlamaModel:
         has_tied_head=True,
         rope=RopeConfig(theta=10_000.0),
     )
-    generator = torch.Generator().manual_seed(5)
-    shapes = {"model.embed_tokens.weight": (61, 32), "model.norm.weight": (32,)}
-    for layer in ("model.layers.0.", "model.layers.1."):
-        shapes |= {
-            f"{layer}input_layernorm.weight": (32,),
-            f"{layer}post_attention_layernorm.weight": (32,),
-            f"{layer}self_attn.q_proj.weight": (32, 32),
-            f"{layer}self_attn.k_proj.weight": (16, 32),
-            f"{layer}self_attn.v_proj.weight": (16, 32),
-            f"{layer}self_attn.o_proj.weight": (32, 32),
-            f"{layer}mlp.gate_proj.weight": (48, 32),
-            f"{layer}mlp.up_proj.weight": (48, 32),
-            f"{layer}mlp.down_proj.weight": (32, 48),
-        }
-    weights = {name: torch.randn(shape, generator=generator) * 0.4 for name, shape in shapes.items()}
-    return LlamaModel(config, weights, "tiny")
+    random = np.random.default_rng(5)
+    shapes = expected_shapes(config)
+    weights = {name: random.normal(scale=0.4, size=shape).astype(np.float32) for name, shape in shapes.items()}
+    formatted = FormatWeights(config, WeightFormat.F32, weights, {})
+    return TorchModel(formatted, mode=NumericMode.F32, source_hash="tiny", device=torch.device("cpu"))
 
 
 torch.set_num_threads(1)  # matrices this small only lose by sharing them out
 MODEL = _model()
 
 
-def _executor() -> TorchExecutor:
-    memory = KvMemory(MODEL.layout(BLOCK_SIZE), NUM_BLOCKS)
-    return TorchExecutor(MODEL, memory, window=256, eos_ids=frozenset({TokenId(60)}), chunk_tokens=CHUNK_TOKENS)
+def _executor() -> ModelExecutor:
+    memory = KvMemory(MODEL.layout(BLOCK_SIZE, "float32"), NUM_BLOCKS)
+    return ModelExecutor(MODEL, memory, window=256, eos_ids=frozenset({TokenId(60)}), chunk_tokens=CHUNK_TOKENS)
 
 
 def _key(name: str) -> RequestKey:
@@ -90,7 +82,7 @@ def _tables(specs: list[RequestSpec]) -> dict[str, BlockTable]:
     return {name: BlockTable(ids, BLOCK_SIZE) for name, ids in blocks.items()}
 
 
-def _answers(executor: TorchExecutor, specs: list[RequestSpec]) -> dict[str, list[int]]:
+def _answers(executor: ModelExecutor, specs: list[RequestSpec]) -> dict[str, list[int]]:
     """All sequences together, 12 tokens each: chunks share steps, then rows do."""
     tables = _tables(specs)
     ends = {spec.request_id: executor.chunk_ends(_key(spec.request_id), spec) for spec in specs}
@@ -135,7 +127,7 @@ def _one_pass(spec: RequestSpec) -> list[int]:
     tokens = [int(token) for token in spec.prompt_ids]
     table = BlockTable([BlockId(block) for block in range(NUM_BLOCKS)], BLOCK_SIZE)
     for index in range(1, 13):
-        memory = KvMemory(MODEL.layout(BLOCK_SIZE), NUM_BLOCKS)
+        memory = KvMemory(MODEL.layout(BLOCK_SIZE, "float32"), NUM_BLOCKS)
         segment = Segment(token_ids=tokens, start=0, block_table=table.indices, want_logits=True)
         row = SamplingRow(key=_key(spec.request_id), spec=spec, index=index, outputs=())
         (sampled,) = Sampler(frozenset()).sample_batch(MODEL.forward(memory, [segment]), [row])
@@ -176,4 +168,8 @@ def test_facts_of_the_model() -> None:
     """What the worker tells the scheduler."""
     executor = _executor()
 
-    assert (256, frozenset({60}), MODEL.layout(BLOCK_SIZE)) == (executor.window, executor.eos_ids, executor.layout)
+    assert (256, frozenset({60}), MODEL.layout(BLOCK_SIZE, "float32")) == (
+        executor.window,
+        executor.eos_ids,
+        executor.layout,
+    )
