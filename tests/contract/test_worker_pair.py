@@ -93,13 +93,13 @@ async def test_many_answers_at_once_share_steps() -> None:
 
 
 async def test_cancel_of_a_reservation() -> None:
-    """Nothing has arrived yet: the blocks for prompt and answer are free at once; asked again there is nothing left."""
+    """Nothing has arrived yet: the blocks for prompt and first tokens are free at once; asked again there is nothing left."""
     spec = scripted_spec("r", max_tokens=100, num_prompt_tokens=60)
     async with worker_pair() as pair:
         await pair.reserve(spec)
         released = await pair.release("decode-0", key_of("r"), abort=True)
 
-        assert released.blocks_freed == 10
+        assert released.blocks_freed == 5
         await pair.scheduler.send("decode-0", key_of("r"), abort=scheduler_pb2.Abort())
         await pair.scheduler.until(lambda: len(pair.scheduler.events("decode-0", key_of("r"))) == 3)
         assert pair.scheduler.events("decode-0", key_of("r"))[2].released.blocks_freed == 0
@@ -151,7 +151,7 @@ async def test_cancel_while_decoding() -> None:
         await gateway.until(lambda: len(gateway.ids["r"]) >= 5)
         released = await pair.release("decode-0", key, abort=True)
 
-        assert released.blocks_freed == 60
+        assert 5 <= released.blocks_freed <= 7  # prompt and some tokens, and not what 900 tokens would need
         assert released.computed_tokens >= 4
         names = [event.WhichOneof("event") for event in pair.scheduler.events("decode-0", key)]
         assert names == ["reserved", "kv_committed", "released"]
@@ -177,16 +177,14 @@ async def test_release_of_what_was_never_here_leaves_a_tombstone() -> None:
 async def test_a_reservation_that_does_not_fit_is_refused() -> None:
     """With what it needs and what is free; it takes nothing."""
     async with worker_pair(decode_engine=scripted_engine(8)) as pair:
-        spec = scripted_spec("r", num_prompt_tokens=100, max_tokens=50)
+        spec = scripted_spec("r", num_prompt_tokens=40, max_tokens=60)
         await pair.reserve(scripted_spec("small", num_prompt_tokens=64, max_tokens=16))
         await pair.ask(spec)
         refused = (await pair.scheduler.event("decode-0", key_of("r"), "reserve_refused")).reserve_refused
 
-        assert (refused.needed_blocks, refused.free_blocks) == (10, 3)
+        assert (refused.needed_blocks, refused.free_blocks) == (4, 3)
         assert (await pair.release("decode-0", key_of("small"), abort=True)).blocks_freed == 5
-        await pair.ask(spec)
-        await pair.scheduler.until(lambda: len(pair.scheduler.events("decode-0", key_of("r"))) == 2)
-        assert pair.scheduler.events("decode-0", key_of("r"))[1].reserve_refused.free_blocks == 8
+        assert await pair.reserve(spec, attempt=2)
 
 
 @pytest.mark.parametrize(("fail_at", "worker_id"), [(1, "prefill-0"), (3, "decode-0")])
@@ -396,3 +394,30 @@ async def test_a_worker_that_is_told_to_stop_finishes_what_it_has() -> None:
 
         assert expected_ids(spec) == gateway.ids["r"]
         await pair.scheduler.event("decode-0", key, "sequence_done")
+
+
+async def test_a_preempted_answer_goes_on_by_replay() -> None:
+    """Two answers that together need more blocks than there are: the younger leaves, and is continued exactly."""
+    specs = [scripted_spec(name, ["a", "b", "c"], repeat=99, eos=False, max_tokens=120) for name in ("old", "young")]
+    num_blocks = -(-specs[0].max_total_tokens // 16) + 4
+    async with worker_pair(decode_engine=scripted_engine(num_blocks)) as pair:
+        gateway = await pair.gateway()
+        for spec in specs:
+            reserved = await pair.place(spec)
+            await gateway.attach(key_of(spec.request_id), reserved.attach_ticket)
+        await pair.scheduler.event("decode-0", key_of("young"), "preempted")
+        for worker_id in ("decode-0", "prefill-0"):
+            await pair.release(worker_id, key_of("young"), abort=True)
+        await gateway.ended(key_of("old"))
+        delivered = list(gateway.ids["young"])
+        assert 0 < len(delivered) < 120
+        reserved = await pair.place(specs[1], attempt=2, delivered=delivered)
+        await gateway.attach(key_of("young", 2), reserved.attach_ticket, from_index=len(delivered) + 1)
+        await gateway.ended(key_of("young"))
+
+        assert {spec.request_id: expected_ids(spec) for spec in specs} == gateway.ids
+        done = (await pair.scheduler.event("decode-0", key_of("young", 2), "sequence_done")).sequence_done
+        assert done.completion_tokens == 120
+        for name, attempt in (("old", 1), ("young", 2)):
+            await pair.release("decode-0", key_of(name, attempt))
+        await pair.scheduler.idle("decode-0", num_blocks)

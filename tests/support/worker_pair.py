@@ -259,22 +259,24 @@ class WorkerPair:
         spawn(self._group, gateway.read(), name="gateway")
         return gateway
 
-    async def ask(self, spec: RequestSpec, attempt: int = 1) -> None:
+    async def ask(self, spec: RequestSpec, attempt: int = 1, delivered: Sequence[int] = ()) -> None:
         """Send Reserve to decode-0, whatever it will answer."""
-        key = key_of(spec.request_id, attempt)
-        await self.scheduler.send("decode-0", key, reserve=scheduler_pb2.Reserve(spec=spec_to_wire(spec)))
+        reserve = scheduler_pb2.Reserve(spec=spec_to_wire(spec), delivered_ids=delivered)
+        await self.scheduler.send("decode-0", key_of(spec.request_id, attempt), reserve=reserve)
 
-    async def reserve(self, spec: RequestSpec, attempt: int = 1) -> scheduler_pb2.Reserved:
+    async def reserve(
+        self, spec: RequestSpec, attempt: int = 1, delivered: Sequence[int] = ()
+    ) -> scheduler_pb2.Reserved:
         """Reserve on decode-0 and wait for its answer."""
         key = key_of(spec.request_id, attempt)
-        await self.ask(spec, attempt)
+        await self.ask(spec, attempt, delivered)
         return (await self.scheduler.event("decode-0", key, "reserved")).reserved
 
-    async def place(self, spec: RequestSpec, attempt: int = 1) -> scheduler_pb2.Reserved:
+    async def place(self, spec: RequestSpec, attempt: int = 1, delivered: Sequence[int] = ()) -> scheduler_pb2.Reserved:
         """Reserve, then give the job to prefill-0."""
-        reserved = await self.reserve(spec, attempt)
+        reserved = await self.reserve(spec, attempt, delivered)
         key = key_of(spec.request_id, attempt)
-        job = scheduler_pb2.Prefill(spec=spec_to_wire(spec), target=reserved.target)
+        job = scheduler_pb2.Prefill(spec=spec_to_wire(spec), target=reserved.target, num_delivered=len(delivered))
         await self.scheduler.send("prefill-0", key, prefill=job)
         return reserved
 
