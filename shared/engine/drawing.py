@@ -23,9 +23,8 @@ def draw(logits: npt.NDArray[np.float32], params: SamplingParams, index: int) ->
     drawn by inverse distribution. Weights are float32, closer to the truth than the logits' own rounding is; their
     sums are float64.
     """
-    weights = _weights(logits, params.temperature)
-    ids = _kept(logits, weights, params)
-    place = _place(weights if ids is None else weights[ids], uniform(params.seed, index))
+    ids, weights = _kept(logits, params)
+    place = _place(weights, uniform(params.seed, index))
     return TokenId(place if ids is None else int(ids[place]))
 
 
@@ -69,20 +68,25 @@ def _weights(logits: npt.NDArray[np.float32], temperature: float) -> npt.NDArray
 
 
 def _kept(
-    logits: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], params: SamplingParams
-) -> npt.NDArray[np.int64] | None:
-    """Ids that may be drawn; None for all of them. After top_k or top_p likeliest first, else in order of id."""
-    ids: npt.NDArray[np.int64] | None = None
-    if 0 < params.top_k < len(logits):
-        ids = likeliest(logits, params.top_k)
+    logits: npt.NDArray[np.float32], params: SamplingParams
+) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float32]]:
+    """Ids that may be drawn, None for all of them, and the weight of each.
+
+    Likeliest first after top_k or top_p, else in order of id.
+    """
+    ids = likeliest(logits, params.top_k) if 0 < params.top_k < len(logits) else None
+    weights = _weights(logits if ids is None else logits[ids], params.temperature)
     if params.top_p < 1.0:
         if ids is None:
             ids = _nucleus(logits, weights, params.top_p)
+            weights = weights[ids]
         else:
-            ids = ids[: _num_holding(weights[ids], params.top_p * float(weights[ids].sum(dtype=np.float64)))]
+            num_kept = _num_holding(weights, params.top_p * float(weights.sum(dtype=np.float64)))
+            ids, weights = ids[:num_kept], weights[:num_kept]
     if params.min_p > 0.0:
-        ids = np.flatnonzero(weights >= params.min_p) if ids is None else ids[weights[ids] >= params.min_p]
-    return ids
+        places = np.flatnonzero(weights >= params.min_p)
+        ids, weights = places if ids is None else ids[places], weights[places]
+    return ids, weights
 
 
 def _nucleus(logits: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], top_p: float) -> npt.NDArray[np.int64]:
