@@ -30,6 +30,15 @@ from shared.wire import common_pb2, kv_pb2, kv_pb2_grpc
 _OPEN_TIMEOUT_S = 5.0  # the first message of a stream is sent with its opening
 
 
+class _Damaged(Exception):
+    """What lies in the blocks now, if anything was written, is not what was sent: nobody may have it."""
+
+    def __init__(self, code: RejectCode, message: str) -> None:
+        super().__init__(code, message)
+        self.code = code
+        self.message = message
+
+
 class KvReceiver(kv_pb2_grpc.KvTransferServicer):
     """The servicer of `KvTransfer`."""
 
@@ -212,14 +221,10 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         payload: bytes | memoryview = frame.payload
         if staging is not None:
             try:
-                staging.check()
                 payload = staging.part(frame.staging_offset, frame.staging_length)
             except StagingError as error:
                 return Reject(code=RejectCode.BAD_RANGE, message=str(error))
-        crc32 = await self._copier.submit(lambda: zlib.crc32(payload))
-        judged = row.receiver.accept(
-            frame_header_from_wire(frame), payload_crc32=crc32, num_payload_bytes=len(payload), stream=stream
-        )
+        judged = row.receiver.accept(frame_header_from_wire(frame), num_payload_bytes=len(payload), stream=stream)
         match judged:
             case Reject():
                 return judged
@@ -240,11 +245,13 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         acked_upto = 0
 
         def copy() -> None:
+            if zlib.crc32(payload) != write.crc32:
+                raise _Damaged(RejectCode.BAD_CHECKSUM, f"frame {write.number}")
             self._memory.write(
                 write.block_ids, layer_start=write.layer_start, layer_end=write.layer_end, payload=payload
             )
-            if staging is not None:
-                staging.check()  # it was still this transfer's: what was copied is what was summed
+            if staging is not None and not staging.is_valid:
+                raise _Damaged(RejectCode.BAD_RANGE, "the segment was given away under the copy")
 
         copying = self._copier.submit(copy)
 
@@ -253,7 +260,8 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
             error = asyncio.CancelledError() if copied.cancelled() else copied.exception()
             if error is not None:
                 row.receiver.copy_failed(write.number, stream=stream)
-                self._service.fail_transfer(row, _damaged() if isinstance(error, StagingError) else _internal())
+                if not isinstance(error, _Damaged):  # that is refused by its stream; without one it is only not held
+                    self._service.fail_transfer(row, ServingError(ErrorCode.INTERNAL, "internal error"))
                 self._service.copy_returned(row, 0)
                 return
             acked_upto = row.receiver.copied(write.number, stream=stream)
@@ -263,8 +271,8 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         # The stream may break and the attempt may end meanwhile: the copy goes on, and is waited for by the row.
         try:
             await asyncio.shield(copying)
-        except StagingError as error:
-            return Reject(code=RejectCode.BAD_RANGE, message=str(error))
+        except _Damaged as error:
+            return Reject(code=error.code, message=error.message)
         return acked_upto
 
     def _refuse(self, row: HeldSequence, rejected: Reject) -> None:
@@ -272,15 +280,7 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         self._metrics.refused_total.add("frame")
         self._log.warning("frame refused", key=str(row.key), code=rejected.code.value, reason=rejected.message)
         if row.stage is Stage.RECEIVING and rejected.code in (RejectCode.BAD_CHECKSUM, RejectCode.BAD_RANGE):
-            self._service.fail_transfer(row, _damaged())
-
-
-def _damaged() -> ServingError:
-    return ServingError(ErrorCode.KV_CORRUPT, "the KV was damaged on its way")
-
-
-def _internal() -> ServingError:
-    return ServingError(ErrorCode.INTERNAL, "internal error")
+            self._service.fail_transfer(row, ServingError(ErrorCode.KV_CORRUPT, "the KV was damaged on its way"))
 
 
 async def _reject(context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]", rejected: Reject) -> None:

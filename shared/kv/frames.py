@@ -61,12 +61,13 @@ class FrameHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteBlocks:
-    """Copy the payload into these blocks, then call `FrameReceiver.copied(number)`."""
+    """Copy the payload, whose sum is to be `crc32`, into these blocks; then call `FrameReceiver.copied(number)`."""
 
     number: int
     block_ids: tuple[BlockId, ...]
     layer_start: int
     layer_end: int
+    crc32: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,9 +238,17 @@ class FrameReceiver:
         return self._coverage.ranges()
 
     def accept(
-        self, header: FrameHeader, *, payload_crc32: int, num_payload_bytes: int, stream: int | None = None
+        self,
+        header: FrameHeader,
+        *,
+        num_payload_bytes: int,
+        payload_crc32: int | None = None,
+        stream: int | None = None,
     ) -> WriteBlocks | AlreadyHeld | Reject:
-        """Judge one frame. `stream` is the value of `stream` after the open that it came by (None: the present one)."""
+        """Judge one frame. `stream` is the value of `stream` after the open that it came by (None: the present one).
+
+        Without `payload_crc32` the copy is to sum the payload first, and to be reported as failed where it differs.
+        """
         if self._stream == 0:
             return Reject(code=RejectCode.NO_HANDSHAKE, message="a frame before the stream was opened")
         if stream is not None and stream != self._stream:
@@ -255,7 +264,7 @@ class FrameReceiver:
             return Reject(code=RejectCode.BAD_RANGE, message=f"frame {header.number} is beyond the credit")
         if num_payload_bytes != payload_bytes(self._layout, frame):
             return Reject(code=RejectCode.BAD_RANGE, message=f"{num_payload_bytes} payload bytes")
-        if payload_crc32 != header.crc32:
+        if payload_crc32 not in (None, header.crc32):
             return Reject(code=RejectCode.BAD_CHECKSUM, message=f"frame {header.number}")
         if self._coverage.holds(frame):
             return AlreadyHeld(acked_upto=self._acknowledge(header.number))
@@ -272,6 +281,7 @@ class FrameReceiver:
             block_ids=self._block_table.blocks_of(frame.token_start, frame.token_end),
             layer_start=frame.layer_start,
             layer_end=frame.layer_end,
+            crc32=header.crc32,
         )
 
     def copied(self, number: int, *, stream: int | None = None) -> int:

@@ -187,19 +187,19 @@ class StagingView:
         finally:
             os.close(descriptor)
         self._view = memoryview(self._map)
-        try:
-            self.check()
-        except StagingError:
+        if not self.is_valid:
             self.close()
-            raise
-
-    def check(self) -> None:
-        """Raises StagingError when the segment is not, or not any more, the transfer's."""
-        if bytes(self._view[: _HEADER.size]) != self._expected:
             raise StagingError("the segment is another transfer's")
 
+    @property
+    def is_valid(self) -> bool:
+        """It is still the transfer's: what is read from it was written for it."""
+        return bytes(self._view[: _HEADER.size]) == self._expected
+
     def part(self, offset: int, num_bytes: int) -> memoryview:
-        """A frame's payload. Raises StagingError outside the slots."""
+        """A frame's payload. Raises StagingError outside the slots, and when the segment was given away."""
+        if not self.is_valid:
+            raise StagingError("the segment is another transfer's")
         if offset < HEADER_BYTES or num_bytes > MAX_FRAME_BYTES or offset + num_bytes > len(self._view):
             raise StagingError(f"bytes [{offset}, {offset + num_bytes}) of {len(self._view)}")
         return self._view[offset : offset + num_bytes]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from shared.domain.ids import BlockId, Incarnation
+from shared.domain.ids import BlockId, Incarnation, TransferId
 from shared.engine.kv_digest import digest_layout
 from shared.kv.frames import RejectCode
 from shared.kv.memory import KvMemory
@@ -79,6 +79,50 @@ async def test_a_damaged_frame_fails_the_attempt() -> None:
         assert failed.error.code == "KV_CORRUPT"
         await pair.scheduler.idle("decode-0", 1024)
         assert await sender.tell_first_token() is RejectCode.GONE
+
+
+@pytest.mark.parametrize("transport", ["shm"], indirect=True)
+async def test_a_segment_that_was_given_to_another_transfer_fails_the_attempt(transport: str) -> None:
+    """A sender that uses it again too early: what lies in it now is never put into an answer, nor what comes later."""
+    spec = scripted_spec("r", repeat=5, num_prompt_tokens=NUM_PROMPT_TOKENS)
+    key = key_of("r")
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, await pair.reserve(spec))
+        assert (await sender.hello()).transport == transport
+        push = await sender.open()
+        await push.held()
+        await push.send(sender.frames[:2])
+        message = sender.message(3, sender.frames[2])
+        assert sender.segment is not None
+        sender.segment.claim(TransferId(sender.target.transfer_id ^ 1), sender.incarnation)
+        await push.call.write(message)
+
+        assert await push.rejected() is RejectCode.BAD_RANGE
+        failed = (await pair.scheduler.event("decode-0", key, "attempt_failed")).attempt_failed
+        assert failed.error.code == "KV_CORRUPT"
+        await pair.scheduler.idle("decode-0", 1024)
+
+
+@pytest.mark.parametrize("transport", ["shm"], indirect=True)
+async def test_a_segment_that_cannot_be_used_is_refused_before_any_frame(transport: str) -> None:
+    """No such file, another transfer's, or a transport that is not offered: refused by name, the reservation stays."""
+    spec = scripted_spec("r", repeat=5, num_prompt_tokens=NUM_PROMPT_TOKENS)
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, reserved := await pair.reserve(spec))
+        await sender.hello()
+        for change in ("path", "transfer", "transport"):
+            push = await sender.open(spoiled=change)
+            assert await push.rejected() is RejectCode.NO_TRANSPORT
+        push = await sender.open()
+        await push.held()
+        await push.send(sender.frames)
+        assert await sender.tell_first_token() is None
+        gateway = await pair.gateway()
+        await gateway.attach(key_of("r"), reserved.attach_ticket)
+        await gateway.ended(key_of("r"))
+
+        assert expected_ids(spec) == gateway.ids["r"]
+        assert b'firsttoken_refused_total{kind="staging"} 3.0' in pair.decode.metrics.render()
 
 
 async def test_a_frame_outside_the_prompt_fails_the_attempt() -> None:

@@ -70,8 +70,8 @@ class RawSender:
             )
         )
 
-    async def open(self) -> "RawPush":
-        """A new Push stream for the transfer, by the pair's best transport."""
+    async def open(self, *, spoiled: str = "") -> "RawPush":
+        """A new Push stream for the transfer, by the pair's best transport, with something wrong about that if told."""
         push = RawPush(self)
         transport = self._pair.transports[0]
         if transport == SHM:
@@ -87,6 +87,16 @@ class RawSender:
             staging_path=self.segment.path if self.segment else "",
             staging_bytes=SEGMENT_BYTES if self.segment else 0,
         )
+        match spoiled:
+            case "path":
+                opening.staging_path += "9999"
+            case "transfer":
+                assert self.segment is not None
+                self.segment.disclaim()
+            case "transport":
+                opening.transport = "tcp"
+            case _:
+                pass
         await push.call.write(kv_pb2.PushUp(open=opening))
         return push
 

@@ -88,8 +88,8 @@ def test_the_happy_way_ends_complete() -> None:
     verdicts = [_accept(receiver, _header(number, frame)) for number, frame in enumerate(frames, start=1)]
 
     assert [
-        WriteBlocks(number=1, block_ids=(BlockId(9), BlockId(3)), layer_start=0, layer_end=4),
-        WriteBlocks(number=2, block_ids=(BlockId(5),), layer_start=0, layer_end=4),
+        WriteBlocks(number=1, block_ids=(BlockId(9), BlockId(3)), layer_start=0, layer_end=4, crc32=11),
+        WriteBlocks(number=2, block_ids=(BlockId(5),), layer_start=0, layer_end=4, crc32=11),
     ] == verdicts
     assert (1, False, True) == (receiver.copied(1), receiver.is_complete, receiver.is_copying)
     assert (2, True, False) == (receiver.copied(2), receiver.is_complete, receiver.is_copying)
@@ -126,6 +126,21 @@ def test_what_is_held_before_must_be_whole_blocks() -> None:
             block_table=BlockTable((BlockId(1), BlockId(2), BlockId(3)), 4),
             num_tokens_held=6,
         )
+
+
+def test_the_copy_may_sum_the_payload() -> None:
+    """Without a sum the frame is judged by the rest, and its number comes with the order to copy; damage is no copy."""
+    receiver = _opened()
+    header = _header(1, WHOLE)
+    verdict = receiver.accept(header, num_payload_bytes=payload_bytes(LAYOUT, WHOLE))
+    receiver.copy_failed(1)
+
+    assert isinstance(verdict, WriteBlocks)
+    assert 11 == verdict.crc32
+    assert (False, False) == (receiver.is_complete, receiver.is_copying)
+    assert RejectCode.BAD_CHECKSUM is _code(
+        receiver.accept(header, payload_crc32=12, num_payload_bytes=payload_bytes(LAYOUT, WHOLE))
+    )
 
 
 def test_acknowledgement_waits_for_the_earlier_frames() -> None:

@@ -92,10 +92,11 @@ def test_a_segment_is_fenced_by_its_transfer(segment: StagingSegment) -> None:
     with pytest.raises(StagingError, match="another transfer's"):
         _view(segment, transfer_id=TransferId(1))
     view = _view(segment)
-    view.check()
+    assert view.is_valid
     segment.claim(TransferId(9), SENDER)
+    assert not view.is_valid
     with pytest.raises(StagingError, match="another transfer's"):
-        view.check()
+        view.part(HEADER_BYTES, 1)
     view.close()
     segment.disclaim()
     with pytest.raises(StagingError, match="another transfer's"):
