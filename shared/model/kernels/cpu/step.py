@@ -27,7 +27,7 @@ from shared.model.kernels.cpu.kv_write import KV_FLOAT32, write_key, write_value
 from shared.model.kernels.cpu.linear import F32, linear_range
 from shared.model.kernels.cpu.norms import rms_norm
 from shared.model.kernels.cpu.rope import rotate_head
-from shared.model.kernels.cpu.team import await_done, close_step, enter, finish, leave, open_step, take
+from shared.model.kernels.cpu.team import Round, await_done, close_round, first_item, join_round, next_item, open_round
 from shared.model.kernels.cpu.weight_rows import read_f32_row, read_q8_row
 from shared.model.kernels.cpu.words import load_word
 
@@ -130,51 +130,54 @@ def _rows_of_item(num_rows: int) -> int:
 
 
 @inlined
-def _embed(team: int, s: Any, rows: Any, ticket: int, begin: int) -> tuple[int, int]:
+def _embed(team: Round, s: Any, rows: Any, begin: int) -> int:
     size = s.hidden_size
     end = begin + s.num_rows
-    while ticket < end:
-        row = ticket - begin
+    item = first_item(team, end)
+    while item >= 0:
+        row = item - begin
         arguments = (s.embedding, rows[TOKEN, row], size, s.x + row * size * 4)
         if s.mode == F32:
             read_f32_row(arguments)
         else:
             read_q8_row(arguments)
-        ticket = finish(team)
+        item = next_item(team, end)
     await_done(team, end)
-    return ticket, end
+    return end
 
 
 @inlined
-def _norm(team: int, s: Any, weight: int, scratch: int, ticket: int, begin: int) -> tuple[int, int]:
+def _norm(team: Round, s: Any, weight: int, scratch: int, begin: int) -> int:
     per_item = _rows_of_item(s.num_rows)
     end = begin + (s.num_rows + per_item - 1) // per_item
-    while ticket < end:
-        first = (ticket - begin) * per_item
+    item = first_item(team, end)
+    while item >= 0:
+        first = (item - begin) * per_item
         for row in range(first, min(s.num_rows, first + per_item)):
             _norm_row(s, s.bits, row, row, weight, scratch)
-        ticket = finish(team)
+        item = next_item(team, end)
     await_done(team, end)
-    return ticket, end
+    return end
 
 
 @inlined
 def _product(
-    team: int, s: Any, weights: int, k: int, x: int, scale: int, sums: int, width: int, out: int, num_outputs: int,
-    accumulate: int, ticket: int, begin: int,
-) -> tuple[int, int]:  # fmt: skip
+    team: Round, s: Any, weights: int, k: int, x: int, scale: int, sums: int, width: int, out: int, num_outputs: int,
+    accumulate: int, begin: int,
+) -> int:  # fmt: skip
     """Activations times weights to `out` [rows][num_outputs], or added to it."""
     end = begin + (num_outputs + _OUTPUTS - 1) // _OUTPUTS
-    while ticket < end:
-        first = (ticket - begin) * _OUTPUTS
+    item = first_item(team, end)
+    while item >= 0:
+        first = (item - begin) * _OUTPUTS
         last = min(num_outputs, first + _OUTPUTS)
         linear_range(
             s.mode,
             (weights, k, x, scale, sums, width, out, num_outputs, s.num_rows, accumulate, first, last),
         )
-        ticket = finish(team)
+        item = next_item(team, end)
     await_done(team, end)
-    return ticket, end
+    return end
 
 
 @compiled
@@ -214,29 +217,31 @@ def _place_row(s: Any, rows: Any, layer: int, weights: Any, row: int) -> None:
 
 
 @inlined
-def _place(team: int, s: Any, rows: Any, layer: int, weights: Any, ticket: int, begin: int) -> tuple[int, int]:
+def _place(team: Round, s: Any, rows: Any, layer: int, weights: Any, begin: int) -> int:
     per_item = _rows_of_item(s.num_rows)
     end = begin + (s.num_rows + per_item - 1) // per_item
-    while ticket < end:
-        first = (ticket - begin) * per_item
+    item = first_item(team, end)
+    while item >= 0:
+        first = (item - begin) * per_item
         for row in range(first, min(s.num_rows, first + per_item)):
             _place_row(s, rows, layer, weights, row)
-        ticket = finish(team)
+        item = next_item(team, end)
     await_done(team, end)
-    return ticket, end
+    return end
 
 
 @inlined
-def _attention(team: int, s: Any, rows: Any, layer: int, scratch: int, ticket: int, begin: int) -> tuple[int, int]:
+def _attention(team: Round, s: Any, rows: Any, layer: int, scratch: int, begin: int) -> int:
     group = s.num_heads // s.num_kv_heads
     group_size = group * s.head_dim
     query_row_bytes = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim * 4
     item_bytes = 4 if s.kv_kind == KV_FLOAT32 else 2
     plane_bytes = s.head_dim * s.block_size * item_bytes
     end = begin + s.num_tiles * s.num_kv_heads
-    while ticket < end:
-        tile = (ticket - begin) // s.num_kv_heads
-        head = (ticket - begin) % s.num_kv_heads
+    item = first_item(team, end)
+    while item >= 0:
+        tile = (item - begin) // s.num_kv_heads
+        head = (item - begin) % s.num_kv_heads
         row = rows[TILE_FIRST, tile]
         num_rows = rows[TILE_ROWS, tile]
         keys = s.cache + layer * s.layer_bytes + head * plane_bytes
@@ -257,19 +262,20 @@ def _attention(team: int, s: Any, rows: Any, layer: int, scratch: int, ticket: i
                     s.bits, out + each * out_stride, s.narrow, s.narrow_scale, s.narrow_sums, s.narrow_width,
                     row + each, head * group_size, group_size,
                 )  # fmt: skip
-        ticket = finish(team)
+        item = next_item(team, end)
     await_done(team, end)
-    return ticket, end
+    return end
 
 
 @inlined
-def _gate_up(team: int, s: Any, weights: int, scratch: int, ticket: int, begin: int) -> tuple[int, int]:
+def _gate_up(team: Round, s: Any, weights: int, scratch: int, begin: int) -> int:
     """SiLU(gate) x up as activations: an item makes 32 of each, [rows][32] in its scratch, and one group of them."""
     gates = scratch
     ups = scratch + s.num_rows * _OUTPUTS * 4
     end = begin + s.inner_size // _OUTPUTS
-    while ticket < end:
-        first = (ticket - begin) * _OUTPUTS
+    item = first_item(team, end)
+    while item >= 0:
+        first = (item - begin) * _OUTPUTS
         for half in range(2):
             start = half * s.inner_size + first
             out = (ups if half == 1 else gates) - start * 4
@@ -288,24 +294,26 @@ def _gate_up(team: int, s: Any, weights: int, scratch: int, ticket: int, begin: 
                 _quantise(
                     s.bits, gate, s.inner, s.inner_scale, s.inner_sums, s.inner_size, row, first, _OUTPUTS
                 )  # fmt: skip
-        ticket = finish(team)
+        item = next_item(team, end)
     await_done(team, end)
-    return ticket, end
+    return end
 
 
 @inlined
-def _head(team: int, s: Any, rows: Any, scratch: int, ticket: int, begin: int) -> tuple[int, int]:
+def _head(team: Round, s: Any, rows: Any, scratch: int, begin: int) -> int:
     """Logits of the wanted rows."""
     end = begin + s.num_wanted
-    while ticket < end:
-        each = ticket - begin
+    item = first_item(team, end)
+    while item >= 0:
+        each = item - begin
         _norm_row(s, s.head_bits, rows[WANTED, each], each, s.final_norm, scratch)
-        ticket = finish(team)
+        item = next_item(team, end)
     await_done(team, end)
     begin = end
     end = begin + (s.padded_vocab + _HEAD_OUTPUTS - 1) // _HEAD_OUTPUTS
-    while ticket < end:
-        first = (ticket - begin) * _HEAD_OUTPUTS
+    item = first_item(team, end)
+    while item >= 0:
+        first = (item - begin) * _HEAD_OUTPUTS
         last = min(s.padded_vocab, first + _HEAD_OUTPUTS)
         linear_range(
             s.head_mode,
@@ -314,45 +322,38 @@ def _head(team: int, s: Any, rows: Any, scratch: int, ticket: int, begin: int) -
                 s.padded_vocab, s.num_wanted, 0, first, last,
             ),
         )  # fmt: skip
-        ticket = finish(team)
+        item = next_item(team, end)
     await_done(team, end)
-    return ticket, end
+    return end
 
 
 @inlined
-def _layer(
-    team: int, s: Any, rows: Any, layer: int, weights: Any, scratch: int, ticket: int, end: int
-) -> tuple[int, int]:
+def _layer(team: Round, s: Any, rows: Any, layer: int, weights: Any, scratch: int, end: int) -> int:
     hidden, inner, mixed = s.hidden_size, s.inner_size, s.num_heads * s.head_dim
     of_row = mixed + 2 * s.num_kv_heads * s.head_dim
     x, scale, sums, width = s.narrow, s.narrow_scale, s.narrow_sums, s.narrow_width
-    ticket, end = _norm(team, s, weights[INPUT_NORM], scratch, ticket, end)
-    ticket, end = _product(team, s, weights[QKV], hidden, x, scale, sums, width, s.qkv, of_row, 0, ticket, end)
-    ticket, end = _place(team, s, rows, layer, weights, ticket, end)
-    ticket, end = _attention(team, s, rows, layer, scratch, ticket, end)
-    ticket, end = _product(team, s, weights[OUTPUT], mixed, x, scale, sums, width, s.x, hidden, 1, ticket, end)
-    ticket, end = _norm(team, s, weights[POST_NORM], scratch, ticket, end)
-    ticket, end = _gate_up(team, s, weights[GATE_UP], scratch, ticket, end)
-    return _product(
-        team, s, weights[DOWN], inner, s.inner, s.inner_scale, s.inner_sums, inner, s.x, hidden, 1, ticket, end
-    )
+    end = _norm(team, s, weights[INPUT_NORM], scratch, end)
+    end = _product(team, s, weights[QKV], hidden, x, scale, sums, width, s.qkv, of_row, 0, end)
+    end = _place(team, s, rows, layer, weights, end)
+    end = _attention(team, s, rows, layer, scratch, end)
+    end = _product(team, s, weights[OUTPUT], mixed, x, scale, sums, width, s.x, hidden, 1, end)
+    end = _norm(team, s, weights[POST_NORM], scratch, end)
+    end = _gate_up(team, s, weights[GATE_UP], scratch, end)
+    return _product(team, s, weights[DOWN], inner, s.inner, s.inner_scale, s.inner_sums, inner, s.x, hidden, 1, end)
 
 
 @inlined
-def _run_step(team: int, step: Any, layers: Any, rows: Any, thread: int) -> None:
-    """A thread's part of the step: layers [layer_start, layer_end), before the first the embedding, after the last
-    the head.
-    """
+def _run_step(team: Round, step: Any, layers: Any, rows: Any, thread: int) -> None:
+    """A thread's part: layers [layer_start, layer_end), before the first the embedding, after the last the head."""
     s = step[0]
     scratch = s.scratch + thread * s.scratch_bytes
-    ticket = take(team)
     end = 0
     if s.layer_start == 0:
-        ticket, end = _embed(team, s, rows, ticket, end)
+        end = _embed(team, s, rows, end)
     for layer in range(s.layer_start, s.layer_end):
-        ticket, end = _layer(team, s, rows, layer, layers[layer], scratch, ticket, end)
+        end = _layer(team, s, rows, layer, layers[layer], scratch, end)
     if s.layer_end == s.num_layers and s.num_wanted > 0:
-        _head(team, s, rows, scratch, ticket, end)
+        _head(team, s, rows, scratch, end)
 
 
 @compiled
@@ -360,20 +361,15 @@ def run(team: int, step: Any, layers: Any, rows: Any, thread: int) -> None:
     """Thread 0 leads: computes the step that is described, with its helpers, and returns. Others help until the end.
 
     `step` is one record of STEP, `layers` and `rows` are as their constants say; all belong to the leader and may
-    change between two steps only.
+    change between two steps.
     """
     leads = thread == 0
-    if leads:
-        open_step(team, step[0].num_helpers)
     while True:
-        if not leads:
-            found = enter(team)
-            if found < 0:
-                return
-            if found == 0:
-                continue
-        _run_step(team, step, layers, rows, thread)  # in one place: it is inlined, and most of the code
-        if leads:
-            close_step(team)
+        number = open_round(team, step[0].num_helpers) if leads else join_round(team)
+        if number < 0:
             return
-        leave(team)
+        if number > 0:
+            _run_step((team, number), step, layers, rows, thread)  # in one place: it is inlined, and most of the code
+        if leads:
+            close_round(team, number)
+            return

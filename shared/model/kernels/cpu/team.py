@@ -3,20 +3,24 @@
 numba's own parallel loops take the interpreter's lock at the start of each, some 200 times a step, and wait until every
 thread has come. Here a step is one piece of compiled code that all threads run at the same time:
 
-    ticket = atomic_add(next)            each thread always holds one ticket, the number of an item of the step
-    phase of items [first, end):
-        while ticket < end:              the items of a phase in any order, by any thread
-            work on item ticket - first
-            ticket = finish(team)        counts the item as done, takes the next ticket
-        await_done(team, end)            until the phase's items are done, whoever does them
+    phase of items [begin, end):
+        item = first_item(round, end)     the next item that nobody has, or -1
+        while item >= 0:
+            work on item - begin
+            item = next_item(round, end)  counts it as done, takes another
+        await_done(round, end)            until the phase's items are done, whoever does them
 
-A thread that comes late finds most items taken and goes through; if it never comes, the others do everything. So the
-thread that leads starts at once, and a helper's wake-up costs nothing but its share. Which thread does an item changes
-no bit: an item's result depends on the item alone.
+A thread that comes late finds items taken and goes through; if it never comes, the others do everything. So the thread
+that leads starts at once, a helper's wake-up costs nothing but its share, and a helper whose core was taken away keeps
+nobody waiting unless it was in the middle of an item. Which thread does an item changes no bit: an item's result
+depends on the item alone.
 
-Memory of a team, in words of 8 bytes, each counter in a cache line of its own:
+Each step is a round, an odd number; between steps the number is even. A helper that is still on its way through an old
+round gets no item any more, whatever it reads of the new step.
 
-    0 next ticket | 8 items done | 16 step is open | 24 helpers inside | 32 stop | 40 semaphore of 32 bytes
+Memory of a team, in bytes, each counter in a cache line of its own:
+
+    0 round x 2^32 + next item | 64 items done | 128 stop | 192 semaphore of 32 bytes
 """
 
 import ctypes
@@ -32,6 +36,7 @@ from shared.model.kernels.cpu.jit import compiled
 from shared.model.kernels.cpu.words import (
     atomic_add,
     atomic_load,
+    atomic_replace,
     atomic_store,
     relax,
     semaphore_post,
@@ -40,61 +45,69 @@ from shared.model.kernels.cpu.words import (
     yield_core,
 )
 
-_NEXT, _DONE, _OPEN, _INSIDE, _STOP, _SEMAPHORE = 0, 64, 128, 192, 256, 320  # bytes
-_TEAM_WORDS = 48
+_NEXT, _DONE, _STOP, _SEMAPHORE = 0, 64, 128, 192
+_TEAM_BYTES = 256
+_ROUND = 1 << 32
 _SPINS = 2000
 """Turns of a waiting loop, some 20 ns each, before a thread gives its core away: an item takes 1 to 30 us."""
 
 
-@compiled
-def take(team: int) -> int:
-    """A first ticket."""
-    return atomic_add(team + _NEXT, 1)
+Round = tuple[int, int]
+"""Address of the team and number of the round, for compiled code."""
 
 
 @compiled
-def finish(team: int) -> int:
-    """The item of the ticket held is done; returns the next ticket."""
-    atomic_add(team + _DONE, 1)
-    return atomic_add(team + _NEXT, 1)
+def first_item(of: Round, end: int) -> int:
+    """An item below `end` of the round that is this thread's now, or -1."""
+    team, number = of
+    while True:
+        word = atomic_load(team + _NEXT)
+        item = word % _ROUND
+        if word // _ROUND != number or item >= end:
+            return -1
+        if atomic_replace(team + _NEXT, word, word + 1) == word:
+            return item
 
 
 @compiled
-def await_done(team: int, end: int) -> None:
-    """Until items [0, end) of the step are done and what they wrote is visible."""
+def next_item(of: Round, end: int) -> int:
+    """Counts the item held as done; another, or -1."""
+    atomic_add(of[0] + _DONE, 1)
+    return first_item(of, end)
+
+
+@compiled
+def await_done(of: Round, end: int) -> None:
+    """Until items [0, end) of the round are done and what they wrote is visible, or the round is over."""
+    team, number = of
     while True:
         for _ in range(_SPINS):
-            if atomic_load(team + _DONE) >= end:
+            if atomic_load(team + _DONE) >= end or atomic_load(team + _NEXT) // _ROUND != number:
                 return
             relax()
         yield_core()
 
 
 @compiled
-def open_step(team: int, num_helpers: int) -> None:
-    """By the leader, before it runs the step itself."""
-    atomic_store(team + _NEXT, 0)
+def open_round(team: int, num_helpers: int) -> int:
+    """By the leader, before it runs the step itself; returns the round's number."""
+    number = atomic_load(team + _NEXT) // _ROUND + 1
     atomic_store(team + _DONE, 0)
-    atomic_add(team + _OPEN, 1)
+    atomic_store(team + _NEXT, number * _ROUND)
     for _ in range(num_helpers):
         semaphore_post(team + _SEMAPHORE)
+    return number
 
 
 @compiled
-def close_step(team: int) -> None:
-    """By the leader, after its own run of the step: returns when no helper is inside any more."""
-    atomic_add(team + _OPEN, -1)
-    while True:
-        for _ in range(_SPINS):
-            if atomic_load(team + _INSIDE) == 0:
-                return
-            relax()
-        yield_core()
+def close_round(team: int, number: int) -> None:
+    """By the leader, after its own run of the step, with which all items are done."""
+    atomic_store(team + _NEXT, (number + 1) * _ROUND)
 
 
 @compiled
-def enter(team: int) -> int:
-    """By a helper: waits for work. 1: a step is open, call `leave` after it; 0: none any more; -1: the team ends."""
+def join_round(team: int) -> int:
+    """By a helper: waits for work. The number of a round to run; 0: none any more, ask again; -1: the team ends."""
     for _ in range(_SPINS):
         if semaphore_try(team + _SEMAPHORE) == 0:
             break
@@ -103,24 +116,14 @@ def enter(team: int) -> int:
         semaphore_wait(team + _SEMAPHORE)
     if atomic_load(team + _STOP) != 0:
         return -1
-    # Inside is told before open is read, and the leader closes before it looks who is inside: one of the two sees.
-    atomic_add(team + _INSIDE, 1)
-    if atomic_load(team + _OPEN) != 0:
-        return 1
-    atomic_add(team + _INSIDE, -1)
-    return 0
-
-
-@compiled
-def leave(team: int) -> None:
-    """By a helper, after its run of the step."""
-    atomic_add(team + _INSIDE, -1)
+    number = atomic_load(team + _NEXT) // _ROUND
+    return number if number % 2 == 1 else 0
 
 
 class Team:
     """The leader's helpers: `num_threads - 1` threads that run `help_until_stopped(team address, thread number)`.
 
-    That function is compiled code that loops over `enter`, the step, `leave`. The helpers are daemons and end when the
+    That function is compiled code that loops over `join_round` and the step. The helpers are daemons and end when the
     team is closed or forgotten; one thread at a time may lead.
     """
 
@@ -128,7 +131,7 @@ class Team:
         if num_threads < 1:
             raise ValueError("a team has at least one thread, the leader")
         self.num_threads = num_threads
-        self._memory: npt.NDArray[np.int64] = np.zeros(_TEAM_WORDS + 7, dtype=np.int64)
+        self._memory: npt.NDArray[np.int64] = np.zeros(_TEAM_BYTES // 8 + 7, dtype=np.int64)
         self.address = -(-self._memory.ctypes.data // 64) * 64
         if _c_library().sem_init(ctypes.c_void_p(self.address + _SEMAPHORE), 0, 0):
             raise OSError("this system has no semaphores inside a process")

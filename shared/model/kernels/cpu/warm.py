@@ -18,6 +18,7 @@ from shared.model.kernels.cpu.step import STEP, run
 from shared.model.kernels.cpu.vectors import has_avx2
 
 _SOURCES = Path(__file__).parent
+_NOT_COMPILED = {"__init__.py", "model.py", "warm.py"}
 _HOME = Path("~/.firsttoken/kernels")
 
 _types = cast("Any", numba.types)
@@ -34,7 +35,7 @@ _SIGNATURE = (
 def cache_folder() -> Path:
     """Where this version's kernels for this machine are kept; numba tells CPUs apart inside it by itself too."""
     digest = hashlib.blake2b(digest_size=8)
-    for source in sorted(_SOURCES.glob("*.py")):
+    for source in sorted(each for each in _SOURCES.glob("*.py") if each.name not in _NOT_COMPILED):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     digest.update(f"{numba.__version__} {cast('Any', llvmlite).__version__} {has_avx2()} {platform.machine()}".encode())
     return _HOME.expanduser() / digest.hexdigest()

@@ -59,6 +59,19 @@ def atomic_store(typing_context: Any, address: Any, value: Any) -> Any:
 
 
 @_intrinsic
+def atomic_replace(typing_context: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Set the int64 at `address` if it is `expected`; returns what was there before."""
+    del typing_context, address, expected, value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        del context, signature
+        word = _word(builder, arguments[0])
+        return builder.extract_value(builder.cmpxchg(word, arguments[1], arguments[2], "seq_cst", "seq_cst"), 0)
+
+    return _types.int64(_types.int64, _types.int64, _types.int64), generate
+
+
+@_intrinsic
 def load_word(typing_context: Any, address: Any) -> Any:
     """The int64 at `address`."""
     del typing_context, address
