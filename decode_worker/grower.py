@@ -7,9 +7,10 @@ later are shared out by the next call.
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from decode_worker.growth import Claim, num_blocks_ahead, share_out
+from decode_worker.growth import PARKED_VICTIM_S, Claim, num_blocks_ahead, share_out
 from decode_worker.reservations import Reservations
 from decode_worker.sequence import HeldSequence, Stage
+from shared.domain.clock import Clock
 from shared.domain.ids import RequestKey
 from shared.engine.decode_runner import DecodeCommand, Grant
 from shared.kv.block_table import BlockTable
@@ -37,12 +38,14 @@ class Grower:
         reservations: Reservations,
         layout: KvLayout,
         engine: DecodeEngine,
+        clock: Clock,
         preempt: Callable[[HeldSequence], None],
     ) -> None:
         self._rows = rows
         self._reservations = reservations
         self._layout = layout
         self._engine = engine
+        self._clock = clock
         self._preempt = preempt
         self._is_short = False  # a running sequence waits for blocks
 
@@ -79,6 +82,7 @@ class Grower:
     def _share_out(self) -> None:
         """The oldest are served, and victims leave until what comes back is enough."""
         self._is_short = False  # so that a victim whose blocks are back at once does not lead here again
+        now = self._clock.monotonic()
         while True:
             held = [self._rows[key] for key in self._reservations.holders()]
             claims = [
@@ -86,7 +90,7 @@ class Grower:
                     key=row.key,
                     num_blocks=len(row.block_table),
                     num_wanted=self._num_wanted(row),
-                    is_parked=row.is_parked,
+                    is_parked=row.is_parked and now - row.moved_at >= PARKED_VICTIM_S,
                 )
                 for row in held
                 if row.stage is not Stage.ENDED

@@ -17,6 +17,10 @@ from shared.kv.layout import KvLayout
 # The event loop hears of a step after its end, and its grant counts from the next border between steps on: one or two
 # tokens at most on an idle loop, eight on a busy one. Where blocks come later than that the sequence misses a step.
 GROW_AHEAD_TOKENS = 8
+# A full outbox that moves within this time is a reader a round trip behind, as any is with stop strings: no better a
+# victim than another.
+PARKED_VICTIM_S = 0.5
+PREEMPTION_CAUSES = ("blocks", "parked")
 PARKED_S = 10.0  # a phone that changes cells is back by then; whoever is slower costs a replay
 
 
@@ -29,6 +33,7 @@ class Claim:
     num_wanted: int
     """Blocks that it needs beside those, to go on; 0 for most."""
     is_parked: bool
+    """For long enough to be a victim before the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

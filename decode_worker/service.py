@@ -37,7 +37,6 @@ UNATTENDED_S = 45.0  # longer than a gateway's grace (5 s, 30 s when resumable) 
 DONE_KEPT_S = 60.0  # an ended answer whose Release never comes; as long as a tombstone
 ROWS_A_SEQUENCE = 16  # rows that only wait for a slow reader hold no blocks; so many of them for each place
 TICKET_BYTES = 16
-PREEMPTION_CAUSES = ("blocks", "parked")
 
 
 class DecodeService:
@@ -91,6 +90,7 @@ class DecodeService:
             reservations=self._reservations,
             layout=self._layout,
             engine=engine,
+            clock=self._clock,
             preempt=lambda row: self._preempt(row, "blocks"),
         )
 

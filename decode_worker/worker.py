@@ -8,8 +8,9 @@ from contextlib import AsyncExitStack
 import grpc.aio
 
 from decode_worker.config import DecodeConfig
+from decode_worker.growth import PREEMPTION_CAUSES
 from decode_worker.receiver import KvReceiver
-from decode_worker.service import PREEMPTION_CAUSES, DecodeService
+from decode_worker.service import DecodeService
 from decode_worker.tokens import DecodeTokens
 from shared.aio.backoff import Backoff
 from shared.aio.scope import spawn, stop_when

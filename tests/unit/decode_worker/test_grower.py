@@ -13,6 +13,7 @@ from shared.engine.decode_runner import DecodeCommand, Grant
 from shared.engine.executor import SampledToken
 from shared.kv.block_pool import BlockPool
 from shared.kv.layout import KvLayout
+from tests.support.hand_clock import HandClock
 from tests.support.worker_fakes import FakeEngine
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", block_size=4, numerics=b"n")
@@ -22,6 +23,7 @@ class Running:
     """Rows that run, in a pool of twelve blocks; a victim's blocks come back when the test says so."""
 
     def __init__(self) -> None:
+        self.clock = HandClock()
         self.pool = BlockPool(12)
         self.reservations = Reservations(pool=self.pool, block_size=4, max_sequences=9)
         self.rows: dict[RequestKey, HeldSequence] = {}
@@ -32,6 +34,7 @@ class Running:
             reservations=self.reservations,
             layout=LAYOUT,
             engine=self.engine,
+            clock=self.clock,
             preempt=self.preempt,
         )
 
@@ -73,6 +76,7 @@ class Running:
         row.stage = Stage.RUNNING
         row.is_in_engine = True
         row.granted_upto = 40
+        row.moved_at = self.clock.monotonic()
         return row
 
     def move(self, row: HeldSequence, upto: int) -> None:
@@ -134,3 +138,17 @@ def test_who_has_ended_or_has_no_credit_wants_nothing(running: Running) -> None:
 
     assert len(row.block_table) == 4
     assert running.engine.commands == []
+
+
+@pytest.mark.parametrize(("waiting_s", "expected"), [(0.4, "b"), (0.5, "a")])
+def test_who_waits_for_his_reader_goes_first_unless_that_is_a_moment(
+    running: Running, waiting_s: float, expected: str
+) -> None:
+    """With stop strings an outbox is full whenever the reader is a round trip behind."""
+    parked = running.row("a", 4)
+    parked.granted_upto = 5
+    running.move(parked, 5)
+    running.clock.advance(waiting_s)
+    running.move(running.row("b", 8), 21)
+
+    assert [row.key.request_id for row in running.left] == [expected]
