@@ -24,6 +24,7 @@ async def _attached(pair: WorkerPair, key: RequestKey, reserved: scheduler_pb2.R
     return gateway
 
 
+@pytest.mark.usefixtures("transport")
 async def test_a_whole_answer_crosses_both_workers() -> None:
     """Token for token, with the end once, SequenceDone after the last acknowledgement, every block free afterwards."""
     spec = scripted_spec("r", ["a", "b", "c"], repeat=20, num_prompt_tokens=200)
@@ -45,6 +46,7 @@ async def test_a_whole_answer_crosses_both_workers() -> None:
         assert (released.blocks_freed, released.computed_tokens) == (0, 200)
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("num_prompt_tokens", [47, 48, 49, 63, 64, 65, 128])
 async def test_prompts_around_block_and_chunk_borders(num_prompt_tokens: int) -> None:
     """PDX-02: a prompt that fills its last block exactly needs no more and no fewer blocks than any other."""
@@ -59,6 +61,7 @@ async def test_prompts_around_block_and_chunk_borders(num_prompt_tokens: int) ->
         assert committed.bytes == -(-num_prompt_tokens // 16) * scripted_engine(1).memory.layout.block_bytes
 
 
+@pytest.mark.usefixtures("transport")
 async def test_an_answer_of_one_token_needs_no_kv() -> None:
     """Token 1 can be the last: the answer ends with it, the frames are refused, and nothing stays."""
     spec = scripted_spec("r", max_tokens=1)
@@ -73,6 +76,7 @@ async def test_an_answer_of_one_token_needs_no_kv() -> None:
         await pair.scheduler.idle("prefill-0", 1024)
 
 
+@pytest.mark.usefixtures("transport")
 async def test_many_answers_at_once_share_steps() -> None:
     """Several sequences decode in one step, every answer is its own, and the stream gets a batch a step."""
     specs = [scripted_spec(f"r{n}", [f"<{n}>", "x", str(n)], repeat=10, step_ms=5) for n in range(12)]
@@ -106,6 +110,7 @@ async def test_cancel_of_a_reservation() -> None:
         await pair.scheduler.idle("decode-0", 1024)
 
 
+@pytest.mark.usefixtures("transport")
 async def test_cancel_while_prefill_computes() -> None:
     """Prefill stops at the next chunk border, and both sides give back what they held."""
     spec = scripted_spec("r", max_tokens=4, num_prompt_tokens=200, prefill_ms=8 * 200)
@@ -187,6 +192,7 @@ async def test_a_reservation_that_does_not_fit_is_refused() -> None:
         assert await pair.reserve(spec, attempt=2)
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize(("fail_at", "worker_id"), [(1, "prefill-0"), (3, "decode-0")])
 async def test_a_fault_in_the_engine_fails_that_attempt_alone(fail_at: int, worker_id: str) -> None:
     """The failed one is reported by the worker where it broke and frees its blocks there; its neighbour is served."""
