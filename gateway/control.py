@@ -9,7 +9,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 from gateway.clients.link import LinkBroken
-from gateway.clients.scheduler import ControlStream, Placed, Queued, SchedulerClient, Start
+from gateway.clients.scheduler import ControlStream, Delivered, Placed, Queued, Requeued, SchedulerClient, Start
 from shared.aio.backoff import Backoff
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
@@ -32,12 +32,14 @@ class ControlLine:
         progress: Callable[[], tuple[int, int]],
         on_queued: Callable[[Queued], None],
         on_placed: Callable[[Placed], None],
+        on_requeued: Callable[[Requeued], Awaitable[None]],
     ) -> None:
         self._scheduler = scheduler
         self._clock = clock
         self._progress = progress
         self._on_queued = on_queued
         self._on_placed = on_placed
+        self._on_requeued = on_requeued
         self._stream: ControlStream | None = None
         self._cancel_reason: CancelReason | None = None
         self._cancel_asked = asyncio.Event()
@@ -81,6 +83,12 @@ class ControlLine:
             with contextlib.suppress(LinkBroken, ServingError):  # `run` sees the same and dials again
                 await self._stream.ask_cancel(reason)
 
+    async def tell_delivered(self, delivered: Delivered) -> None:
+        """Once, where there is a stream: on the next one the scheduler asks again unless it has heard it."""
+        if self._stream is not None:
+            with contextlib.suppress(LinkBroken, ServingError):
+                await self._stream.tell_delivered(delivered)
+
     async def _run_stream(self, spec: RequestSpec, backoff: Backoff) -> Outcome:
         """One stream, to its end."""
         last_attempt, tokens_held = self._progress()
@@ -104,6 +112,8 @@ class ControlLine:
                         match event:
                             case Queued():
                                 self._on_queued(event)
+                            case Requeued():
+                                await self._on_requeued(event)
                             case Placed():
                                 self._on_placed(event)
                             case Outcome():

@@ -1,8 +1,12 @@
 """One request from its valid question to its one end.
 
-    control line ──Queued, Placed, Outcome──▶ ┌─────────┐ ──Head, Frames──▶ client link ──▶ socket
-    token stream ──tokens, end──────────────▶ │ session │ ◀─taken, gone, stalled──┘
-                 ◀─acknowledge, finish─────── └─────────┘
+    control line ──Queued, Placed, Requeued, Outcome──▶ ┌─────────┐ ──Head, Frames──▶ client link ──▶ socket
+                 ◀─Delivered, cancel─────────────────── │ session │ ◀─taken, gone, stalled──┘
+    token stream ──tokens, end────────────────────────▶ │         │
+                 ◀─acknowledge, finish───────────────── └─────────┘
+
+A request may take several attempts. The text goes on where it was: the next attempt is placed behind the tokens that
+are held here, and only when the client has taken all of them, so that a reader that is slow holds no worker.
 
 The answer has its end when a finish or an error was put for the client, or the client is gone; the session has its own
 when the scheduler has said the outcome too, or has not said it in time. Nothing in here makes tasks outside its scope.
@@ -16,9 +20,17 @@ from dataclasses import dataclass
 from gateway import sse
 from gateway.answer import ClientLink, Frame, Head
 from gateway.answer_text import TextPart
+from gateway.attempts import Attempts
 from gateway.canceller import Canceller
-from gateway.clients.scheduler import Placed, Queued, SchedulerClient
-from gateway.clients.tokens import AttachRefused, SequenceEnded, TokensArrived, TokenStreams, TokenSubscription
+from gateway.clients.scheduler import Delivered, Placed, Queued, Requeued, SchedulerClient
+from gateway.clients.tokens import (
+    AttachRefused,
+    AttemptClosed,
+    SequenceEnded,
+    TokensArrived,
+    TokenStreams,
+    TokenSubscription,
+)
 from gateway.control import ControlLine
 from gateway.errors import error_body, error_headers, http_status
 from gateway.fleet import FleetView
@@ -29,7 +41,7 @@ from shared.aio.channel import ChannelClosed
 from shared.aio.scope import cancel_and_wait, spawn, stop_when
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
-from shared.domain.ids import RequestKey
+from shared.domain.ids import Attempt, RequestKey, TokenId
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestState, Usage
 from shared.obs.logs import get_logger
 from shared.obs.metrics import Metrics
@@ -72,21 +84,22 @@ class Session:
         self._control = ControlLine(
             scheduler=services.scheduler,
             clock=services.clock,
-            progress=lambda: (self._placed.attempt if self._placed else 0, self._num_tokens),
+            progress=lambda: (self._attempts.last_seen, self._num_tokens),
             on_queued=self._on_queued,
             on_placed=self._on_placed,
+            on_requeued=self._on_requeued,
         )
-        self._placed: Placed | None = None
-        self._has_place = asyncio.Event()
+        self._attempts = Attempts()
         self._subscription: TokenSubscription | None = None
         self._parts: list[TextPart] = []  # of a whole answer
-        self._num_tokens = 0
+        self._ids: list[TokenId] = []  # the whole answer so far
         self._cached_tokens = 0
         self._queued_index = 0  # of the last frame that the link was given
         self._taken_index = 0  # of the last frame that the socket took
         self._break_error: ServingError | None = None
         self._is_broken_off = asyncio.Event()
         self._is_answered = False
+        self._finish_reason: FinishReason | None = None  # the answer's own, or the outcome's
         self._cancel_reason: CancelReason | None = None
         self._cancel_asked = asyncio.Event()
         self._outcome: Outcome | None = None
@@ -96,6 +109,10 @@ class Session:
     def is_stream(self) -> bool:
         """Whether the client gets its answer bit by bit."""
         return self._intake.form is not AnswerForm.WHOLE
+
+    @property
+    def _num_tokens(self) -> int:
+        return len(self._ids)
 
     @property
     def error(self) -> ServingError | None:
@@ -163,6 +180,9 @@ class Session:
         if outcome.error is None:
             if self._subscription is not None and outcome.finish_reason is not None:
                 self._subscription.conclude(outcome.finish_reason)
+            elif self._ids and outcome.finish_reason is not None:  # as many tokens as were asked for
+                self._finish_reason = self._finish_reason or outcome.finish_reason
+                self._attempts.changed.set()
             else:
                 self._break_off(ServingError(ErrorCode.INTERNAL, "the answer was lost on its way"))
         elif outcome.state is RequestState.FAILED and self._subscription is not None:
@@ -181,12 +201,21 @@ class Session:
         self._start_stream(queued.position)
 
     def _on_placed(self, placed: Placed) -> None:
-        """The same place is told again on each new control stream."""
         self._start_stream(0)
-        if self._placed is None:
-            self._placed = placed
+        if self._attempts.placed(placed):
             self._journal.mark_placed(placed.prefill_worker, placed.decode_worker)
-            self._has_place.set()
+            self._cut_closed()
+
+    async def _on_requeued(self, requeued: Requeued) -> None:
+        """The relay answers when the client has taken everything; where the answer has its end nobody need wait."""
+        self._attempts.requeued(requeued)
+        self._cut_closed()
+        if self._is_answered:
+            await self._answer_question()
+
+    def _cut_closed(self) -> None:
+        if self._subscription is not None and self._attempts.is_closed(self._subscription.key.attempt):
+            self._subscription.cut()
 
     async def _await_outcome(self) -> None:
         """A cancel that nobody confirmed is left in Redis, for the scheduler that comes next."""
@@ -209,40 +238,87 @@ class Session:
             await self._tell_error(self._break_error)
 
     async def _relay(self) -> None:
-        await self._has_place.wait()
-        placed = self._placed
-        assert placed is not None
-        subscription = self._subscription = self._services.tokens.attach(
-            address=placed.decode_address,
-            incarnation=placed.decode_incarnation,
-            key=RequestKey(self._id, placed.attempt),
-            ticket=placed.attach_ticket,
-            from_index=self._num_tokens + 1,
-        )
+        """Attempt by attempt."""
+        while not self._is_answered and self._break_error is None:
+            placed = await self._next_place()
+            if placed is None:
+                break
+            self._subscription = self._services.tokens.attach(
+                address=placed.decode_address,
+                incarnation=placed.decode_incarnation,
+                key=RequestKey(self._id, placed.attempt),
+                ticket=placed.attach_ticket,
+                from_index=self._num_tokens + 1,
+            )
+            await self._read_attempt(self._subscription)
+            if not self._is_answered:  # an answer's last acknowledgement still goes this way
+                self._subscription.close()
+                self._subscription = None
+                self._attempts.close(placed.attempt)
+        if self._is_answered:
+            await self._answer_question()
+
+    async def _next_place(self) -> Placed | None:
+        """Answers the scheduler's question when the client has taken everything; None where the answer has its end."""
+        while True:
+            self._attempts.changed.clear()
+            if self._attempts.next_place is not None:
+                return self._attempts.next_place
+            if self._finish_reason is not None:
+                await self._finish([self._intake.text.flush()], self._finish_reason)
+                return None
+            if self._has_taken_all:
+                await self._answer_question()
+            await self._attempts.changed.wait()
+
+    async def _answer_question(self) -> None:
+        question, self._attempts.question = self._attempts.question, None
+        if question is not None:
+            delivered = Delivered(
+                attempt=question.attempt,
+                ids=tuple(self._ids),
+                cached_tokens=self._cached_tokens,
+                complete=self._finish_reason,
+            )
+            await self._control.tell_delivered(delivered)
+
+    async def _read_attempt(self, subscription: TokenSubscription) -> None:
+        """To the answer's end or the attempt's."""
         while not self._is_answered and self._break_error is None:
             event = await subscription.get()
             match event:
                 case TokensArrived():
                     await self._take_tokens(event, subscription)
                 case SequenceEnded():
-                    self._num_tokens = event.index
                     await self._finish([self._intake.text.flush()], event.reason)
                 case AttachRefused():
-                    await asyncio.sleep(_REFUSED_WAIT_S)  # the outcome breaks it off
-                    _log.warning("attach refused", request_id=self._id, code=event.error.code.value)
-                    error = ServingError(ErrorCode.WORKER_LOST, "the answer was lost on its way")
-                    self.cancel(CancelReason.GATEWAY_LOST, error)
+                    await self._await_closing(subscription.key.attempt, event.error)
                     return
+                case AttemptClosed():
+                    return
+
+    async def _await_closing(self, attempt: Attempt, refusal: ServingError) -> None:
+        """Decode knows the attempt no more: the scheduler says why, or its outcome breaks the answer off."""
+        try:
+            async with asyncio.timeout(_REFUSED_WAIT_S):
+                while not self._attempts.is_closed(attempt):
+                    self._attempts.changed.clear()
+                    await self._attempts.changed.wait()
+        except TimeoutError:
+            _log.warning("attach refused", request_id=self._id, code=refusal.code.value)
+            error = ServingError(ErrorCode.WORKER_LOST, "the answer was lost on its way")
+            self.cancel(CancelReason.GATEWAY_LOST, error)
 
     async def _take_tokens(self, event: TokensArrived, subscription: TokenSubscription) -> None:
         self._journal.mark_first_token()
-        self._cached_tokens = self._cached_tokens or event.cached_tokens
+        if not self._ids:  # a later attempt finds other blocks cached, which is no saving of the client's
+            self._cached_tokens = event.cached_tokens
         parts: list[TextPart] = []
         all_logprobs = event.logprobs or (None,) * len(event.ids)
         for token_id, logprobs in zip(event.ids, all_logprobs, strict=True):  # one delta a token, also of several
             part = self._intake.text.feed(token_id, logprobs)
             parts.append(part)
-            self._num_tokens += 1
+            self._ids.append(token_id)
             if part.is_stop:
                 subscription.finish(self._num_tokens, FinishReason.STOP)
                 await self._finish(parts, FinishReason.STOP)
@@ -263,6 +339,8 @@ class Session:
             return
         usage = self.usage
         self._is_answered = True  # from here on nothing breaks it off: it only waits for room
+        self._finish_reason = reason
+        self._attempts.changed.set()
         if not self.is_stream:
             choice = sse.choice_object(
                 self._intake.choice or 0, [*self._parts, *parts], reason, has_logprobs=self._intake.has_logprobs
@@ -324,12 +402,18 @@ class Session:
         if frame.token_index is not None:
             self._taken_index = frame.token_index
             self._acknowledge()
+            if self._has_taken_all:
+                self._attempts.changed.set()
 
     def _acknowledge(self) -> None:
         """Tokens without text of their own count as taken once everything before them is."""
         if self._subscription is not None:
-            all_taken = self._taken_index == self._queued_index
-            self._subscription.ack(self._num_tokens if all_taken else self._taken_index)
+            self._subscription.ack(self._num_tokens if self._has_taken_all else self._taken_index)
+
+    @property
+    def _has_taken_all(self) -> bool:
+        """A whole answer's tokens are taken when they are in its body."""
+        return self._taken_index == self._queued_index
 
     def _acknowledge_all(self) -> None:
         if self._subscription is not None and self._is_answered and self._cancel_reason is None:

@@ -17,6 +17,12 @@ class SchedulerConfig(ServiceSettings):
     max_queued_prompt_tokens: Annotated[int, Field(ge=1)] = 4_000_000  # 8 bytes each and more: some 150 MB of prompts
     worker_lost_s: Annotated[float, Field(gt=0)] = 5.0  # five missed heartbeats
     step_stall_s: Annotated[float, Field(gt=0)] = 10.0  # far above the longest step, a chunk of 1 s
+    # A third worker that fails with the same request is no accident any more.
+    max_retries: Annotated[int, Field(ge=0)] = 2
+    # A request whose worker was lost waits so long for another: `up` has started a new one by then.
+    retry_wait_s: Annotated[float, Field(gt=0)] = 30.0
+    # The gateway cancels for a reader that stands still after 60 s; what takes longer is a gateway that is stuck.
+    delivered_wait_s: Annotated[float, Field(gt=0)] = 90.0
     gateway_grace_s: Annotated[float, Field(gt=0)] = 5.0  # one that lives has dialled again by then
     # Redis must be seen without a lease for this long, so that a scheduler that still lives comes first (decisions §3).
     # 0 only where no second scheduler can exist.
@@ -29,4 +35,7 @@ class SchedulerConfig(ServiceSettings):
             max_queued_prompt_tokens=self.max_queued_prompt_tokens,
             loss=LossLimits(silence_s=self.worker_lost_s, step_stall_s=self.step_stall_s),
             gateway_grace_s=self.gateway_grace_s,
+            max_retries=self.max_retries,
+            retry_wait_s=self.retry_wait_s,
+            delivered_wait_s=self.delivered_wait_s,
         )

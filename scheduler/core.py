@@ -13,15 +13,18 @@ from scheduler import placement
 from scheduler.fleet import Fleet
 from scheduler.ledger import Entry, Ledger
 from scheduler.lives import Lives
+from scheduler.lobby import Lobby
 from scheduler.messages import (
     CancelAsked,
     CloseStream,
     CoreEffect,
     CoreEvent,
+    DeliveredTold,
     DrainStarted,
     HeartbeatTold,
     InventoryTold,
     Noted,
+    OutcomeTold,
     Refused,
     ReportTold,
     Resign,
@@ -33,6 +36,7 @@ from scheduler.messages import (
     StateLost,
     StateRewritten,
     StreamClosed,
+    Tell,
     Ticked,
     Written,
 )
@@ -43,7 +47,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, RequestId
 from shared.domain.lifecycle import RetryRule
 from shared.domain.lifecycle_events import WriteStep
-from shared.domain.request import CancelReason, RequestState, Role, StoredRequest
+from shared.domain.request import CancelReason, FinishReason, Outcome, RequestState, Role, StoredRequest
 from shared.domain.worker import LossLimits
 
 # Several ticks: after longer this process did not run (it was stopped, or its machine slept), whatever others did.
@@ -59,6 +63,10 @@ class CoreLimits:
     max_queued_prompt_tokens: int
     loss: LossLimits
     gateway_grace_s: float
+    max_retries: int = 2
+    retry_wait_s: float = 30.0
+    delivered_wait_s: float = 90.0
+    startup_hold_s: float = 10.0  # as long as a gateway waits for a scheduler, workers included
     ends_kept_s: float = 60.0  # longer than the grace of a gateway that comes back
     max_ends_kept: int = 4096  # a minute of 68 requests a second; each holds its prompt
     max_outcomes_owed: int = 4096
@@ -76,6 +84,7 @@ class SchedulerCore:
         self.ledger = Ledger(epoch=epoch, ends_kept_s=limits.ends_kept_s, max_ends_kept=limits.max_ends_kept)
         self.is_state_ready = True
         self.is_draining = False
+        self.lobby = Lobby(hold_s=limits.startup_hold_s, max_requests=limits.max_queued_requests)
         self._limits = limits
         self._owed_outcomes: dict[RequestId, StoredRequest] = {}
         self._owed_placements: set[RequestId] = set()
@@ -85,8 +94,7 @@ class SchedulerCore:
             ledger=self.ledger,
             waiting=self.waiting,
             fleet=self.fleet,
-            # A retry replays what was delivered, which needs the gateway's tokens: it comes with them.
-            rule=RetryRule(max_retries=0),
+            rule=RetryRule(max_retries=limits.max_retries),
             emit=self._emit,
         )
         self._sessions = WorkerSessions(self._lives, epoch, limits.loss)
@@ -94,7 +102,7 @@ class SchedulerCore:
     def step(self, event: CoreEvent, now: float) -> tuple[CoreEffect, ...]:
         """Take one event; the effects, in the order in which they are to be performed."""
         match event:
-            case StartReceived() | CancelAsked() | StreamClosed() | DrainStarted():
+            case StartReceived() | CancelAsked() | DeliveredTold() | StreamClosed() | DrainStarted():
                 self._step_gateway(event, now)
             case SessionOpened() | InventoryTold() | HeartbeatTold() | ReportTold() | SessionClosed():
                 self._step_worker(event, now)
@@ -112,16 +120,21 @@ class SchedulerCore:
 
     # ---- gateways
 
-    def _step_gateway(self, event: StartReceived | CancelAsked | StreamClosed | DrainStarted, now: float) -> None:
+    def _step_gateway(
+        self, event: StartReceived | CancelAsked | DeliveredTold | StreamClosed | DrainStarted, now: float
+    ) -> None:
         match event:
             case StartReceived():
                 self._start(event, now)
             case CancelAsked():
                 self._cancel(event, now)
+            case DeliveredTold():
+                self._delivered(event, now)
             case StreamClosed():
                 self._stream_closed(event, now)
             case DrainStarted():
                 self.is_draining = True
+                self._open_lobby(now)
             case _:
                 assert_never(event)
 
@@ -143,12 +156,24 @@ class SchedulerCore:
         )
         error = self._admission_error(event, waiter)
         if error is not None:
-            self._lives.refuse(event.stream, error)
+            held = self.lobby.take(waiter.request_id)
+            if held is not None and held.stream != event.stream:
+                self._emit(CloseStream(stream=held.stream))
+            may_wait = error.code is ErrorCode.NO_CAPACITY and self.lobby.is_open(now)
+            if not may_wait or not self.lobby.hold(event):
+                self._lives.refuse(event.stream, error)
             return
+        self.lobby.take(waiter.request_id)
         admitted = events.Admitted(
             spec=event.spec, gateway_incarnation=event.gateway_incarnation, unix_ms=event.unix_ms
         )
         self._lives.admit(admitted, waiter, event.stream, now)
+
+    def _open_lobby(self, now: float) -> None:
+        """Whoever can be admitted or refused by now is."""
+        self.lobby.is_open(now)  # its time runs from the first event of this scheduler on
+        for start in self.lobby:
+            self._start(start, now)
 
     def _admission_error(self, event: StartReceived, waiter: Waiter) -> ServingError | None:
         if not waiter.request_id:
@@ -169,8 +194,35 @@ class SchedulerCore:
         if entry is not None:
             self._lives.advance(entry, events.CancelRequested(reason=event.reason), now)
             self._lives.place(now)
+            return
+        held = self.lobby.take(event.request_id)
+        if held is not None:
+            error = ServingError(ErrorCode.CANCELLED, "cancelled before it was admitted")
+            self._emit(
+                Tell(
+                    stream=held.stream,
+                    message=OutcomeTold(outcome=Outcome(state=RequestState.CANCELLED, error=error)),
+                )
+            )
+
+    def _delivered(self, event: DeliveredTold, now: float) -> None:
+        entry = self.ledger.get(event.request_id)
+        if entry is None:
+            return
+        reason = event.complete
+        if reason is None and len(event.ids) >= entry.record.spec.max_tokens:
+            reason = FinishReason.LENGTH  # nothing is left to be computed
+        if reason is None:
+            told: events.Event = events.Delivered(closed_attempt=event.closed_attempt, ids=event.ids)
+        else:
+            told = events.AnswerComplete(
+                closed_attempt=event.closed_attempt, finish_reason=reason, completion_tokens=len(event.ids)
+            )
+        self._lives.advance(entry, told, now)
+        self._lives.place(now)
 
     def _stream_closed(self, event: StreamClosed, now: float) -> None:
+        self.lobby.drop(event.stream)
         entry = self.ledger.by_stream(event.stream)
         if entry is not None:
             self.ledger.detach(entry)
@@ -194,6 +246,7 @@ class SchedulerCore:
                 self._sessions.closed(event, now)
             case _:
                 assert_never(event)
+        self._open_lobby(now)
 
     # ---- the record store
 
@@ -296,7 +349,8 @@ class SchedulerCore:
             broken_at = entry.stream_broken_at
             if broken_at is not None and now - broken_at >= self._limits.gateway_grace_s:
                 self._lives.advance(entry, events.CancelRequested(reason=CancelReason.GATEWAY_LOST), now)
-        self._fail_unservable(now)
+        self._give_up_waiting(now)
+        self._open_lobby(now)
         self._lives.place(now)
         self._tell_positions()
         self.ledger.forget_old_ends(now)
@@ -315,18 +369,28 @@ class SchedulerCore:
             entry.stream_broken_at = _later(entry.stream_broken_at, pause_s, now)
         for waiter in self.waiting:
             waiter.unservable_since = _later(waiter.unservable_since, pause_s, now)
+            waiter.asked_delivered_at = _later(waiter.asked_delivered_at, pause_s, now)
 
-    def _fail_unservable(self, now: float) -> None:
-        """A request whose pool has lost all its workers waits as long as a lost worker is waited for."""
+    def _give_up_waiting(self, now: float) -> None:
+        """A request whose pool lost all its workers waits as long as for a lost worker, one that was under way longer.
+
+        What a gateway holds is waited for as long as a slow reader, and some.
+        """
         prefills, decodes = self.fleet.of_role(Role.PREFILL), self.fleet.of_role(Role.DECODE)
         for waiter in self.waiting:
+            entry = self.ledger.get(waiter.request_id)
+            assert entry is not None, "a waiter has an entry"
+            asked_at = waiter.asked_delivered_at
+            if asked_at is not None and now - asked_at >= self._limits.delivered_wait_s:
+                self._lives.advance(entry, events.CancelRequested(reason=CancelReason.SLOW_CLIENT), now)
+                continue
+            wait_s = self._limits.loss.silence_s if entry.record.attempt == 1 else self._limits.retry_wait_s
             if placement.is_servable(waiter, prefills, decodes):
                 waiter.unservable_since = None
             elif waiter.unservable_since is None:
                 waiter.unservable_since = now
-            elif now - waiter.unservable_since >= self._limits.loss.silence_s:
-                entry = self.ledger.get(waiter.request_id)
-                self._lives.feed(entry, events.CapacityLost(), now)
+            elif now - waiter.unservable_since >= wait_s:
+                self._lives.advance(entry, events.CapacityLost(), now)
 
     def _tell_positions(self) -> None:
         for position, waiter in enumerate(self.waiting):

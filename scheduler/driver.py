@@ -33,6 +33,7 @@ from scheduler.messages import (
     ReleaseJob,
     RequestEnded,
     RequestReleased,
+    RequeuedTold,
     ReserveJob,
     Resign,
     RewriteRecords,
@@ -349,6 +350,8 @@ class Driver:
             case QueuedTold(position=position):
                 down.queued.position = position
                 down.queued.SetInParent()
+            case RequeuedTold(attempt=attempt, reason=reason):
+                down.requeued.CopyFrom(scheduler_pb2.Requeued(attempt=attempt, reason=reason))
             case PlacedTold() as placed:
                 down.placed.CopyFrom(
                     scheduler_pb2.Placed(
@@ -385,9 +388,12 @@ class Driver:
 def _body_to_wire(body: CommandBody) -> scheduler_pb2.Command:
     match body:
         case ReserveJob():
-            return scheduler_pb2.Command(reserve=scheduler_pb2.Reserve(spec=spec_to_wire(body.spec)))
+            reserve = scheduler_pb2.Reserve(spec=spec_to_wire(body.spec), delivered_ids=body.delivered_ids)
+            return scheduler_pb2.Command(reserve=reserve)
         case PrefillJob():
-            prefill = scheduler_pb2.Prefill(spec=spec_to_wire(body.spec), target=target_to_wire(body.target))
+            prefill = scheduler_pb2.Prefill(
+                spec=spec_to_wire(body.spec), target=target_to_wire(body.target), num_delivered=body.num_delivered
+            )
             return scheduler_pb2.Command(prefill=prefill)
         case AbortJob():
             return scheduler_pb2.Command(abort=scheduler_pb2.Abort())

@@ -113,9 +113,9 @@ class Worker:
             num_sequences = min(num_sequences, told + len(self._jobs_unseen()))
         return num_sequences < self.facts.max_sequences
 
-    def book(self, key: RequestKey, spec: RequestSpec) -> None:
+    def book(self, key: RequestKey, spec: RequestSpec, num_delivered: int) -> None:
         """Count an attempt before its command is sent."""
-        self.jobs[key] = _job(self.facts, spec)
+        self.jobs[key] = _job(self.facts, spec, num_delivered)
 
     def unbook(self, key: RequestKey) -> None:
         """Forget an attempt whose command was never sent."""
@@ -134,8 +134,10 @@ class Worker:
     def command(self, key: RequestKey, body: CommandBody) -> SendCommand | None:
         """Remember until answered; the command to send now, or None until the session is ready for it."""
         self.pending[key] = body
-        if isinstance(body, ReserveJob | PrefillJob) and key not in self.jobs:
-            self.book(key, body.spec)
+        if isinstance(body, ReserveJob) and key not in self.jobs:
+            self.book(key, body.spec, len(body.delivered_ids))
+        elif isinstance(body, PrefillJob) and key not in self.jobs:
+            self.book(key, body.spec, body.num_delivered)
         return self._number(key, body)
 
     def commands_again(self) -> list[SendCommand]:
@@ -213,10 +215,11 @@ class Worker:
         return lost_reason(self.signs(), now, limits)
 
 
-def _job(facts: WorkerFacts, spec: RequestSpec) -> Job:
+def _job(facts: WorkerFacts, spec: RequestSpec, num_delivered: int) -> Job:
     if facts.role is Role.PREFILL:
         return Job(num_blocks=facts.num_blocks_for(spec.num_prompt_tokens), tokens_left=spec.num_prompt_tokens)
-    return Job(num_blocks=facts.num_blocks_for(spec.max_total_tokens), tokens_left=0)
+    tokens = spec.num_prompt_tokens + num_delivered
+    return Job(num_blocks=facts.num_blocks_at_start(tokens, spec.max_total_tokens), tokens_left=0)
 
 
 class Fleet:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from operator import ge
 from typing import assert_never
 
 from scheduler import placement
@@ -23,6 +24,7 @@ from scheduler.messages import (
     ReleaseJob,
     RequestEnded,
     RequestReleased,
+    RequeuedTold,
     ReserveJob,
     StreamId,
     Tell,
@@ -34,7 +36,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestId, RequestKey, WorkerId
 from shared.domain.lifecycle import PLACED_STATES, RetryRule, Verdict
 from shared.domain.request import Outcome, RequestState, Role
-from shared.domain.worker import WorkerRef
+from shared.domain.worker import KvTarget, WorkerRef
 
 
 class Lives:
@@ -72,6 +74,12 @@ class Lives:
         if waiter is not None:
             waiter.refusals[worker.worker_id] = (free_blocks, now)
 
+    def remember_failure(self, request_id: RequestId, ref: WorkerRef) -> None:
+        """The next attempt goes elsewhere if it can."""
+        waiter = self._waiters.get(request_id)
+        if waiter is not None:
+            waiter.avoided.add(ref)
+
     def feed(self, entry: Entry | None, event: events.Event, now: float) -> Verdict:
         """Advance a request that may be unknown: late words about it are counted and dropped."""
         if entry is None:
@@ -96,6 +104,7 @@ class Lives:
             self.waiting.remove(entry.request_id)
         elif before.state is not RequestState.QUEUED and step.record.state is RequestState.QUEUED:
             self.waiting.put_back(self._waiters[entry.request_id])
+        self._note_delivered(entry, now)
         self._perform(entry, step.effects)
         self._unbook(before, step.record)
         if step.record.state.is_terminal and not before.state.is_terminal:
@@ -110,6 +119,17 @@ class Lives:
                 )
             )
         return step.verdict
+
+    def _note_delivered(self, entry: Entry, now: float) -> None:
+        """What placement must know of it stands with the waiter."""
+        record, waiter = entry.record, self._waiters.get(entry.request_id)
+        if waiter is None:
+            return
+        waiter.num_delivered = len(record.delivered_ids)
+        if record.awaits_delivered is None:
+            waiter.asked_delivered_at = None
+        elif waiter.asked_delivered_at is None:
+            waiter.asked_delivered_at = now
 
     def _unbook(self, before: lifecycle.RequestRecord, after: lifecycle.RequestRecord) -> None:
         """Give back what was booked for a placement that came to nothing before its commands were sent."""
@@ -128,10 +148,11 @@ class Lives:
                     self.emit(PersistRecord(stored=self.ledger.stored(entry), step=effect.step))
                 case events.Reserve():
                     key = RequestKey(entry.request_id, effect.attempt)
-                    self.send(effect.worker, key, ReserveJob(spec=entry.record.spec))
+                    record = entry.record
+                    self.send(effect.worker, key, ReserveJob(spec=record.spec, delivered_ids=record.delivered_ids))
                 case events.StartPrefill():
                     key = RequestKey(entry.request_id, effect.attempt)
-                    self.send(effect.worker, key, PrefillJob(spec=entry.record.spec, target=effect.target))
+                    self.send(effect.worker, key, _prefill_job(entry.record, effect.target))
                 case events.Abort():
                     self.send(effect.hold.worker, RequestKey(entry.request_id, effect.hold.attempt), AbortJob())
                 case events.Release():
@@ -139,6 +160,10 @@ class Lives:
                 case events.TellQueued():
                     if entry.is_written:
                         self.tell_queued(entry)
+                case events.TellRequeued():
+                    reason = entry.record.requeue_reason
+                    self.emit(Noted(what="requeued", request_id=entry.request_id, reason=reason))
+                    self.tell_requeued(entry)
                 case events.TellPlaced():
                     self.tell_placed(entry)
                 case events.TellOutcome():
@@ -160,6 +185,12 @@ class Lives:
             waiter.told_position = position
         if entry.stream is not None:
             self.emit(Tell(stream=entry.stream, message=QueuedTold(position=position)))
+
+    def tell_requeued(self, entry: Entry) -> None:
+        record = entry.record
+        if entry.stream is not None and record.awaits_delivered is not None:
+            told = RequeuedTold(attempt=record.awaits_delivered, reason=record.requeue_reason)
+            self.emit(Tell(stream=entry.stream, message=told))
 
     def tell_placed(self, entry: Entry) -> None:
         record = entry.record
@@ -186,6 +217,8 @@ class Lives:
         record = entry.record
         if record.outcome is not None:
             self.tell_outcome(entry, record.outcome)
+        elif record.awaits_delivered is not None:
+            self.tell_requeued(entry)
         elif record.target is not None:
             self.tell_placed(entry)
         elif entry.is_written:
@@ -195,6 +228,7 @@ class Lives:
         record = entry.record
         if record.state in PLACED_STATES and worker.ref in (record.prefill, record.decode):
             failed = events.AttemptFailed(attempt=record.attempt, role=worker.facts.role, error=worker_lost(worker))
+            self.remember_failure(entry.request_id, worker.ref)
             self.advance(entry, failed, now)
 
     # ---- placement
@@ -206,20 +240,19 @@ class Lives:
         kept: set[WorkerId] = set()
         skipped: list[Waiter] = []
         # What was sought in vain: in this pass room only shrinks, so whoever needs as much need not be tried.
-        in_vain: list[tuple[int, int]] = []
+        in_vain: list[tuple[int, int, int]] = []
         has_room = self._has_any_room(prefills, decodes, kept)
         for waiter in self.waiting:
             if not has_room:
                 break
-            if not waiter.is_written:
+            if not waiter.is_placeable:
                 continue
             pair = None
-            if not any(
-                waiter.num_prompt_tokens >= prompt and waiter.max_total_tokens >= total for prompt, total in in_vain
-            ):
+            sizes = (waiter.num_prompt_tokens, waiter.num_tokens_at_start, waiter.max_total_tokens)
+            if not any(all(map(ge, sizes, others)) for others in in_vain):
                 pair = placement.choose(waiter, prefills, decodes, kept, now)
-                if pair is None and not waiter.refusals:
-                    in_vain.append((waiter.num_prompt_tokens, waiter.max_total_tokens))
+                if pair is None and not waiter.refusals and not waiter.avoided:
+                    in_vain.append(sizes)
             if pair is None:
                 if not kept and waiter.passed_over_at is not None:
                     kept |= self._keep_pair(waiter, prefills, decodes, now)
@@ -232,8 +265,8 @@ class Lives:
             entry = self.ledger.get(waiter.request_id)
             assert entry is not None, "a waiter has an entry"
             key = RequestKey(waiter.request_id, entry.record.attempt)
-            pair.prefill.book(key, entry.record.spec)
-            pair.decode.book(key, entry.record.spec)
+            for worker in (pair.prefill, pair.decode):
+                worker.book(key, entry.record.spec, waiter.num_delivered)
             chosen = events.PlacementChosen(attempt=key.attempt, prefill=pair.prefill.ref, decode=pair.decode.ref)
             self.advance(entry, chosen, now)
             has_room = self._has_any_room(prefills, decodes, kept)
@@ -257,6 +290,10 @@ class Lives:
             return set()
         waiter.held_pair = (pair.prefill.worker_id, pair.decode.worker_id)
         return {pair.prefill.worker_id, pair.decode.worker_id}
+
+
+def _prefill_job(record: lifecycle.RequestRecord, target: KvTarget) -> PrefillJob:
+    return PrefillJob(spec=record.spec, target=target, num_delivered=len(record.delivered_ids))
 
 
 def worker_lost(worker: Worker) -> ServingError:

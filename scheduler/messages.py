@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NewType, TypeAlias
 
 from shared.domain.errors import ErrorCode, ServingError
-from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey, WorkerId
+from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey, TokenId, WorkerId
 from shared.domain.lifecycle import RequestRecord
 from shared.domain.lifecycle_events import WriteStep
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, StoredRequest
@@ -37,6 +37,16 @@ class CancelAsked:
 
     request_id: RequestId
     reason: CancelReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeliveredTold:
+    """A gateway's answer to Requeued. With `complete` the answer had ended, for that reason."""
+
+    request_id: RequestId
+    closed_attempt: Attempt
+    ids: tuple[TokenId, ...]
+    complete: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +126,11 @@ class SequenceDoneTold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptedTold:
+    """Decode gave the blocks to others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFailedTold:
     """The worker could not go on with it."""
 
@@ -135,6 +150,7 @@ WorkerReport: TypeAlias = (
     | PrefillDoneTold
     | KvCommittedTold
     | SequenceDoneTold
+    | PreemptedTold
     | AttemptFailedTold
     | ReleasedTold
 )
@@ -204,6 +220,7 @@ class DrainStarted:
 CoreEvent: TypeAlias = (
     StartReceived
     | CancelAsked
+    | DeliveredTold
     | StreamClosed
     | SessionOpened
     | InventoryTold
@@ -229,6 +246,14 @@ class QueuedTold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequeuedTold:
+    """The attempt is closed; DeliveredTold answers."""
+
+    attempt: Attempt
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedTold:
     """Where to attach."""
 
@@ -250,7 +275,7 @@ class Tell:
     """Send on a Serve stream. After an OutcomeTold the stream ends."""
 
     stream: StreamId
-    message: QueuedTold | PlacedTold | OutcomeTold
+    message: QueuedTold | RequeuedTold | PlacedTold | OutcomeTold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,9 +290,10 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveJob:
-    """To decode: the whole job."""
+    """To decode: the whole job. What is delivered is replayed, then continued."""
 
     spec: RequestSpec
+    delivered_ids: tuple[TokenId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +302,8 @@ class PrefillJob:
 
     spec: RequestSpec
     target: KvTarget
+    num_delivered: int = 0
+    """Above 0: token 1 exists, none is sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

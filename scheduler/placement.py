@@ -2,7 +2,8 @@
 
 The rule. Requests are looked at oldest first. A pair is usable when both are ready and have the same KV layout.
 Prefill: no tokens remaining, or remaining + prompt within two token budgets; least remaining first. Decode: free
-blocks for prompt + max_tokens; most free first.
+blocks for the prompt, the tokens that the gateway holds, and one block to go on; most free first. A worker on which an
+attempt of the request has failed is left out while another of its role could serve it.
 
 A request that no usable pair has room for now is passed over by younger ones for at most `OVERTAKING_S`. After that one
 pair is kept for it (the decode worker with most free blocks of those that could ever hold it, the prefill worker with
@@ -19,6 +20,7 @@ from scheduler.fleet import Worker
 from scheduler.waiting import Waiter
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import WorkerId
+from shared.domain.request import Role
 
 PREFILL_BUDGETS_AHEAD = 2  # one being computed, one ready behind it; more would be a second queue inside the worker
 OVERTAKING_S = 1.0  # about the time of a short answer: long enough to fill gaps, short enough not to starve
@@ -37,6 +39,7 @@ def choose(
     waiter: Waiter, prefills: Sequence[Worker], decodes: Sequence[Worker], kept: Collection[WorkerId], now: float
 ) -> Pair | None:
     """The best usable pair with room now, or None. Workers in `kept` are for someone else."""
+    decodes, prefills = _without_avoided(decodes, waiter), _without_avoided(prefills, waiter)
     for decode in sorted(decodes, key=lambda worker: -worker.free_blocks):
         if decode.worker_id in kept or not _decode_has_room(decode, waiter, now):
             continue
@@ -50,6 +53,7 @@ def choose(
 
 def pair_to_keep(waiter: Waiter, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> Pair | None:
     """The pair that is kept for a passed-over request: the one it has already, else the nearest to having room."""
+    decodes, prefills = _without_avoided(decodes, waiter), _without_avoided(prefills, waiter)
     pairs = [
         pair
         for decode in sorted(decodes, key=lambda worker: -worker.free_blocks)
@@ -98,6 +102,14 @@ def refusal(waiter: Waiter, prefills: Sequence[Worker], decodes: Sequence[Worker
     return _never_fits("the prompt needs", waiter.num_prompt_tokens, needed, by_prefill)
 
 
+def _without_avoided(workers: Sequence[Worker], waiter: Waiter) -> Sequence[Worker]:
+    """All of them again where no other is left."""
+    if not waiter.avoided:
+        return workers
+    others = [worker for worker in workers if worker.ref not in waiter.avoided and _could_hold(worker, waiter)]
+    return others or workers
+
+
 def _never_fits(what: str, tokens: int, needed: int, worker: Worker) -> ServingError:
     facts = worker.facts
     available = facts.num_blocks * facts.block_size
@@ -109,12 +121,15 @@ def _never_fits(what: str, tokens: int, needed: int, worker: Worker) -> ServingE
 
 
 def _can_serve(pair: Pair, waiter: Waiter) -> bool:
-    prefill, decode = pair.prefill.facts, pair.decode.facts
-    return (
-        prefill.layout == decode.layout
-        and prefill.num_blocks_for(waiter.num_prompt_tokens) <= prefill.num_blocks
-        and decode.num_blocks_for(waiter.max_total_tokens) <= decode.num_blocks
-    )
+    prefill, decode = pair.prefill, pair.decode
+    return prefill.facts.layout == decode.facts.layout and _could_hold(prefill, waiter) and _could_hold(decode, waiter)
+
+
+def _could_hold(worker: Worker, waiter: Waiter) -> bool:
+    """An empty pool could: prefill's the prompt, decode's the longest answer too."""
+    facts = worker.facts
+    tokens = waiter.num_prompt_tokens if facts.role is Role.PREFILL else waiter.max_total_tokens
+    return facts.num_blocks_for(tokens) <= facts.num_blocks
 
 
 def _decode_has_room(worker: Worker, waiter: Waiter, now: float) -> bool:
@@ -130,7 +145,9 @@ def _decode_has_room(worker: Worker, waiter: Waiter, now: float) -> bool:
         )
         if not has_more and now - refused_at < REFUSAL_MEMORY_S:
             return False
-    return worker.facts.num_blocks_for(waiter.max_total_tokens) <= worker.free_blocks
+    facts = worker.facts
+    needed = facts.num_blocks_at_start(waiter.num_tokens_at_start, waiter.max_total_tokens)
+    return _could_hold(worker, waiter) and needed <= worker.free_blocks
 
 
 def _prefill_has_room(worker: Worker, waiter: Waiter) -> bool:

@@ -16,10 +16,12 @@ from scheduler.driver import Driver
 from scheduler.messages import (
     AttemptFailedTold,
     CancelAsked,
+    DeliveredTold,
     HeartbeatTold,
     InventoryEntry,
     InventoryTold,
     KvCommittedTold,
+    PreemptedTold,
     PrefillDoneTold,
     ReleasedTold,
     ReportTold,
@@ -45,7 +47,7 @@ from shared.codec.request import (
 )
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
-from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, WorkerId
+from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, TokenId, WorkerId
 from shared.domain.request import CancelReason, FinishReason, Role, SequenceState
 from shared.domain.worker import Capacity, WorkerFacts, WorkerRef
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -216,9 +218,24 @@ async def _read_gateway(
 ) -> None:
     """Until the gateway closes its side, which it keeps open until the outcome: its end is the stream's."""
     async for up in messages:
-        if up.WhichOneof("message") == "cancel":
-            reason = cancel_reason_from_wire(up.cancel.reason, CancelReason.DISCONNECT)
-            driver.step(CancelAsked(request_id=request_id, reason=reason))
+        match up.WhichOneof("message"):
+            case "cancel":
+                reason = cancel_reason_from_wire(up.cancel.reason, CancelReason.DISCONNECT)
+                driver.step(CancelAsked(request_id=request_id, reason=reason))
+            case "delivered":
+                told = up.delivered
+                driver.step(
+                    DeliveredTold(
+                        request_id=request_id,
+                        closed_attempt=Attempt(told.attempt),
+                        ids=tuple(map(TokenId, told.ids)),
+                        complete=(finish_reason_from_wire(told.finish_reason) or FinishReason.STOP)
+                        if told.complete
+                        else None,
+                    )
+                )
+            case _:
+                pass  # Start is said once; what a newer gateway may add
     outgoing.close()
 
 
@@ -316,6 +333,8 @@ def _report_from_wire(event: scheduler_pb2.WorkerEvent) -> WorkerReport | None:
                 finish_reason=finish_reason_from_wire(done.finish_reason) or FinishReason.STOP,
                 completion_tokens=done.completion_tokens,
             )
+        case "preempted":
+            return PreemptedTold()
         case "attempt_failed":
             return AttemptFailedTold(error=detail_to_error(event.attempt_failed.error))
         case "released":

@@ -13,6 +13,7 @@ from scheduler.messages import (
     InventoryTold,
     KvCommittedTold,
     Noted,
+    PreemptedTold,
     PrefillDoneTold,
     PrefillJob,
     Refused,
@@ -183,6 +184,9 @@ class WorkerSessions:
                 if self._lives.feed(entry, done, now) is Verdict.TAKEN and entry is not None:
                     entry.done_event = (worker.ref, event.number)
                     worker.events_in_write.add(event.number)
+            case PreemptedTold():
+                worker.answered(key, ReserveJob)
+                self._lives.feed(entry, events.Preempted(attempt=attempt), now)
             case AttemptFailedTold():
                 worker.answered(key, ReserveJob, PrefillJob)
                 self._attempt_failed(worker, key, report.error, now)
@@ -200,8 +204,11 @@ class WorkerSessions:
         self._lives.place(now)
 
     def _attempt_failed(self, worker: Worker, key: RequestKey, error: ServingError, now: float) -> None:
+        entry = self._ledger.get(key.request_id)
         failed = events.AttemptFailed(attempt=key.attempt, role=worker.facts.role, error=error)
-        self._lives.feed(self._ledger.get(key.request_id), failed, now)
+        if entry is not None and entry.record.attempt == key.attempt:
+            self._lives.remember_failure(key.request_id, worker.ref)
+        self._lives.feed(entry, failed, now)
 
     def ack(self, worker: Worker) -> None:
         upto = worker.ack_due()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shared.domain.ids import RequestId, WorkerId
+from shared.domain.worker import WorkerRef
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -18,6 +19,8 @@ class Waiter:
     request_id: RequestId
     num_prompt_tokens: int
     max_total_tokens: int
+    num_delivered: int = 0
+    """Output tokens that its gateway holds."""
     order: int = 0
     is_written: bool = False
     """Its admitted record is in Redis: it may be placed."""
@@ -27,8 +30,21 @@ class Waiter:
     """Prefill and decode worker that are kept for it; see `scheduler.placement`."""
     refusals: dict[WorkerId, tuple[int, float]] = field(default_factory=dict[WorkerId, tuple[int, float]])
     """Decode workers that refused it: free blocks as they said then, and when."""
+    avoided: set[WorkerRef] = field(default_factory=set[WorkerRef])
+    """Workers on which an attempt of it has failed."""
     unservable_since: float | None = None
+    asked_delivered_at: float | None = None
+    """Since when its gateway has been asked what it holds; it is not placed before the answer."""
     told_position: int | None = None
+
+    @property
+    def is_placeable(self) -> bool:
+        return self.is_written and self.asked_delivered_at is None
+
+    @property
+    def num_tokens_at_start(self) -> int:
+        """What its sequence begins with at decode."""
+        return self.num_prompt_tokens + self.num_delivered
 
 
 class Waiting:

@@ -8,11 +8,11 @@ from typing import TypeAlias, cast
 from grpc.aio import EOF, AioRpcError, StreamStreamCall
 
 from gateway.clients.link import CALL_ERRORS, LinkBroken, failure_of, failure_of_call
-from shared.codec.request import outcome_from_wire, outcome_state_from_wire, spec_to_wire
+from shared.codec.request import finish_reason_to_wire, outcome_from_wire, outcome_state_from_wire, spec_to_wire
 from shared.domain.clock import Clock
 from shared.domain.errors import ServingError
-from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, WorkerId
-from shared.domain.request import CancelReason, Outcome, RequestSpec, RequestState
+from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, TokenId, WorkerId
+from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, RequestState
 from shared.obs.metrics import Metrics
 from shared.rpc.channels import ChannelPool
 from shared.wire import scheduler_pb2, scheduler_pb2_grpc
@@ -34,6 +34,24 @@ class Queued:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Requeued:
+    """The attempt is closed: nothing more of it counts. The scheduler waits for `Delivered`."""
+
+    attempt: Attempt
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """The answer to Requeued: every token that is held, in sequence; with `complete` the answer had ended so."""
+
+    attempt: Attempt
+    ids: tuple[TokenId, ...]
+    cached_tokens: int
+    complete: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """Two workers are at work; the tokens are to be had at the decode worker."""
 
@@ -45,7 +63,7 @@ class Placed:
     prefill_worker: WorkerId
 
 
-ControlEvent: TypeAlias = Queued | Placed | Outcome
+ControlEvent: TypeAlias = Queued | Requeued | Placed | Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +116,7 @@ class ControlStream:
     def __init__(self, call: ServeCall, accept_epoch: Callable[[int], bool]) -> None:
         self._call = call
         self._accept_epoch = accept_epoch
+        self._writing = asyncio.Lock()  # grpc takes one message at a time
 
     async def read(self) -> ControlEvent:
         """The next event. A scheduler of an older epoch is not listened to: that counts as a broken line."""
@@ -114,6 +133,8 @@ class ControlStream:
             match down.WhichOneof("message"):
                 case "queued":
                     return Queued(position=down.queued.position)
+                case "requeued":
+                    return Requeued(attempt=Attempt(down.requeued.attempt), reason=down.requeued.reason)
                 case "placed":
                     return _placed_from_wire(down.placed)
                 case "outcome":
@@ -124,6 +145,17 @@ class ControlStream:
     async def ask_cancel(self, reason: CancelReason) -> None:
         await self._write(scheduler_pb2.ServeUp(cancel=scheduler_pb2.CancelAsked(reason=reason.value)))
 
+    async def tell_delivered(self, delivered: Delivered) -> None:
+        told = scheduler_pb2.Delivered(
+            attempt=delivered.attempt,
+            ids=delivered.ids,
+            complete=delivered.complete is not None,
+            cached_tokens=delivered.cached_tokens,
+        )
+        if delivered.complete is not None:
+            told.finish_reason = finish_reason_to_wire(delivered.complete)
+        await self._write(scheduler_pb2.ServeUp(delivered=told))
+
     async def start(self, message: scheduler_pb2.ServeUp) -> None:
         await self._write(message)
 
@@ -133,7 +165,7 @@ class ControlStream:
 
     async def _write(self, message: scheduler_pb2.ServeUp) -> None:
         try:
-            async with asyncio.timeout(_WRITE_TIMEOUT_S):
+            async with asyncio.timeout(_WRITE_TIMEOUT_S), self._writing:
                 await self._call.write(message)
         except CALL_ERRORS:
             raise await failure_of_call(self._call) from None

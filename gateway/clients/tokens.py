@@ -69,7 +69,12 @@ class AttachRefused:
     error: ServingError
 
 
-TokenEvent: TypeAlias = TokensArrived | SequenceEnded | AttachRefused
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptClosed:
+    """The attempt is over for us: what came before this is all that counts of it."""
+
+
+TokenEvent: TypeAlias = TokensArrived | SequenceEnded | AttachRefused | AttemptClosed
 
 
 class TokenSubscription:
@@ -97,7 +102,7 @@ class TokenSubscription:
         return self._next_index
 
     async def get(self) -> TokenEvent:
-        """The next event. Nothing comes after SequenceEnded or AttachRefused: do not ask again."""
+        """The next event. Nothing comes after one that is not TokensArrived: do not ask again."""
         while not self._events:
             self._arrived.clear()
             await self._arrived.wait()
@@ -121,6 +126,11 @@ class TokenSubscription:
     def conclude(self, reason: FinishReason) -> None:
         """The end became known by another way (the scheduler's outcome): what has come is all there is."""
         self._add(SequenceEnded(index=self._next_index - 1, reason=reason))
+
+    def cut(self) -> None:
+        """Detach at once; what has come can still be taken, and then AttemptClosed."""
+        self._add(AttemptClosed())
+        self._stream.remove(self)
 
     def close(self) -> None:
         self._stream.remove(self)

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from shared.domain.errors import ErrorCode, ServingError
-from shared.domain.ids import Attempt, Incarnation, RequestId
+from shared.domain.ids import Attempt, Incarnation, RequestId, TokenId
 from shared.domain.lifecycle_events import (
     FENCED,
     Abort,
@@ -21,6 +21,7 @@ from shared.domain.lifecycle_events import (
     CancelRequested,
     CapacityLost,
     DeadlinePassed,
+    Delivered,
     Effect,
     Event,
     Hold,
@@ -40,6 +41,7 @@ from shared.domain.lifecycle_events import (
     TellOutcome,
     TellPlaced,
     TellQueued,
+    TellRequeued,
     WorkerGone,
     WorkerLost,
     WriteStep,
@@ -61,6 +63,13 @@ class RequestRecord:
     admitted_unix_ms: int
     entered_at: float
     num_retries: int = 0
+    delivered_ids: tuple[TokenId, ...] = ()
+    """Output tokens that the gateway holds: the next attempt goes on behind them. Never leaves this process's memory
+    but for a worker."""
+    awaits_delivered: Attempt | None = None
+    """The closed attempt about which the gateway has not said yet what it holds: nothing is placed before."""
+    requeue_reason: str = ""
+    """Why that attempt was closed."""
     prefill: WorkerRef | None = None
     decode: WorkerRef | None = None
     target: KvTarget | None = None
@@ -163,6 +172,8 @@ def _admit(event: Admitted, now: float) -> Step:
 
 def _placement_chosen(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
     assert isinstance(event, PlacementChosen)
+    if record.awaits_delivered is not None:
+        raise IllegalTransition(record.state, event)
     placed = _enter(record, RequestState.PLACING, now, prefill=event.prefill, decode=event.decode)
     return Step(record=placed, effects=(Persist(step=WriteStep.PLACED),))
 
@@ -204,7 +215,26 @@ def _to(state: RequestState) -> "Handler":
 
 
 def _finished(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
-    assert isinstance(event, SequenceDone | AnswerComplete)
+    assert isinstance(event, SequenceDone)
+    return _finish(record, event, now)
+
+
+def _delivered(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    assert isinstance(event, Delivered)
+    if event.closed_attempt != record.awaits_delivered:
+        return Step(record=record, verdict=Verdict.IGNORED)  # said twice
+    delivered = replace(record, awaits_delivered=None, requeue_reason="", delivered_ids=event.ids)
+    return Step(record=delivered, effects=(TellQueued(),))
+
+
+def _answer_complete(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    assert isinstance(event, AnswerComplete)
+    if event.closed_attempt != record.awaits_delivered:
+        return Step(record=record, verdict=Verdict.IGNORED)
+    return _finish(replace(record, awaits_delivered=None), event, now)
+
+
+def _finish(record: RequestRecord, event: SequenceDone | AnswerComplete, now: float) -> Step:
     outcome = Outcome(state=RequestState.FINISHED, finish_reason=event.finish_reason)
     finished = replace(
         _enter(record, RequestState.FINISHED, now),
@@ -222,12 +252,13 @@ def _attempt_failed(record: RequestRecord, event: Event, now: float, rule: Retry
     if record.state is RequestState.DECODING and event.role is Role.PREFILL:
         return Step(record=record, verdict=Verdict.IGNORED)  # decode has all it needs
     if rule.can_retry(record, event.error):
-        return _abort_and_requeue(replace(record, num_retries=record.num_retries + 1), now)
+        retried = replace(record, num_retries=record.num_retries + 1)
+        return _abort_and_requeue(retried, event.error.code.value.lower(), now)
     return _end(record, Outcome(state=RequestState.FAILED, error=event.error), now)
 
 
 def _preempted(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
-    return _abort_and_requeue(record, now)  # costs no retry
+    return _abort_and_requeue(record, PREEMPTED, now)  # costs no retry
 
 
 def _cancelled(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
@@ -305,9 +336,14 @@ def _requeued(record: RequestRecord, now: float) -> RequestRecord:
     )
 
 
-def _abort_and_requeue(record: RequestRecord, now: float) -> Step:
+def _abort_and_requeue(record: RequestRecord, reason: str, now: float) -> Step:
+    """A gateway that was told of the attempt may hold tokens of it, and is asked before the next one is placed."""
+    aborts = tuple(Abort(hold=hold) for hold in record.holds)
     requeued = replace(_requeued(record, now), unreleased=(*record.unreleased, *record.holds), holds=())
-    return Step(record=requeued, effects=(*(Abort(hold=hold) for hold in record.holds), TellQueued()))
+    if record.target is None:
+        return Step(record=requeued, effects=(*aborts, TellQueued()))
+    asking = replace(requeued, awaits_delivered=record.attempt, requeue_reason=reason)
+    return Step(record=asking, effects=(*aborts, TellRequeued()))
 
 
 def _end(record: RequestRecord, outcome: Outcome, now: float) -> Step:
@@ -335,6 +371,8 @@ Handler: TypeAlias = Callable[[RequestRecord, Event, float, RetryRule], Step]
 _QUEUED, _PLACING, _PREFILLING = RequestState.QUEUED, RequestState.PLACING, RequestState.PREFILLING
 _TRANSFERRING, _DECODING, _ABORTING = RequestState.TRANSFERRING, RequestState.DECODING, RequestState.ABORTING
 _FINISHED, _CANCELLED, _FAILED = RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED
+PREEMPTED = "preempted"
+"""The reason of a requeue that no error caused."""
 PLACED_STATES = (_PLACING, _PREFILLING, _TRANSFERRING, _DECODING)
 _DECODE, _SCHEDULER = "decode worker", "scheduler"
 
@@ -342,7 +380,8 @@ _DECODE, _SCHEDULER = "decode worker", "scheduler"
 def _build_table() -> dict[tuple[RequestState, type[Event]], Row]:
     table: dict[tuple[RequestState, type[Event]], Row] = {
         (_QUEUED, PlacementChosen): Row(nexts=(_PLACING,), reported_by="placement", apply=_placement_chosen),
-        (_QUEUED, AnswerComplete): Row(nexts=(_FINISHED,), reported_by="gateway", apply=_finished),
+        (_QUEUED, Delivered): Row(nexts=(_QUEUED,), reported_by="gateway", apply=_delivered),
+        (_QUEUED, AnswerComplete): Row(nexts=(_FINISHED,), reported_by="gateway", apply=_answer_complete),
         (_QUEUED, CancelRequested): Row(nexts=(_CANCELLED,), reported_by="gateway or Redis mark", apply=_cancelled),
         (_QUEUED, DeadlinePassed): Row(nexts=(_FAILED,), reported_by="clock", apply=_deadline_passed),
         (_QUEUED, CapacityLost): Row(nexts=(_FAILED,), reported_by="clock", apply=_capacity_lost),
@@ -385,13 +424,14 @@ def _build_ignored() -> dict[tuple[RequestState, type[Event]], str]:
         ignored[state, Reserved] = "said twice"
     said_earlier = (
         PlacementWritten, Reserved, ReserveRefused, PrefillDone, KvCommitted, SequenceDone, Preempted, AttemptFailed,
-        AnswerComplete, CancelRequested, DeadlinePassed, CapacityLost,
+        Delivered, AnswerComplete, CancelRequested, DeadlinePassed, CapacityLost,
     )  # fmt: skip
     for state in (_ABORTING, *sorted(TERMINAL_STATES)):
         for event in said_earlier:
             ignored[state, event] = "the end is fixed; said before its reporter knew"
     for state in PLACED_STATES:
         ignored[state, CapacityLost] = "placed in the meantime"
+        ignored[state, Delivered] = ignored[state, AnswerComplete] = "said twice"
     return ignored
 
 

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from shared.domain.errors import ServingError
-from shared.domain.ids import Attempt, Incarnation, WorkerId
+from shared.domain.ids import Attempt, Incarnation, TokenId, WorkerId
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, Role
 from shared.domain.worker import KvTarget, WorkerRef
 
@@ -96,10 +96,18 @@ class SequenceDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """What the gateway holds of the answer, acknowledged or not: the next attempt goes on behind it."""
+
+    closed_attempt: Attempt
+    ids: tuple[TokenId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerComplete:
     """The gateway holds the whole answer; the worker that made it is gone."""
 
-    attempt: Attempt
+    closed_attempt: Attempt
     finish_reason: FinishReason
     completion_tokens: int
 
@@ -169,6 +177,7 @@ Event: TypeAlias = (
     | PrefillDone
     | KvCommitted
     | SequenceDone
+    | Delivered
     | AnswerComplete
     | Preempted
     | AttemptFailed
@@ -187,7 +196,6 @@ FENCED = (
     PrefillDone,
     KvCommitted,
     SequenceDone,
-    AnswerComplete,
     Preempted,
     AttemptFailed,
 )
@@ -251,6 +259,11 @@ class TellQueued:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TellRequeued:
+    """Tell the gateway that the attempt is closed; it answers with Delivered or AnswerComplete."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TellPlaced:
     """Tell the gateway where to attach."""
 
@@ -262,11 +275,13 @@ class TellOutcome:
     outcome: Outcome
 
 
-Effect: TypeAlias = Persist | Reserve | StartPrefill | Abort | Release | TellQueued | TellPlaced | TellOutcome
+Effect: TypeAlias = (
+    Persist | Reserve | StartPrefill | Abort | Release | TellQueued | TellRequeued | TellPlaced | TellOutcome
+)
 
 
 EVENT_TYPES: tuple[type[Event], ...] = (
     Admitted, PlacementChosen, PlacementWritten, Reserved, ReserveRefused, PrefillDone, KvCommitted, SequenceDone,
-    AnswerComplete, Preempted, AttemptFailed, CancelRequested, DeadlinePassed, CapacityLost, Released, WorkerLost,
-    WorkerGone,
+    Delivered, AnswerComplete, Preempted, AttemptFailed, CancelRequested, DeadlinePassed, CapacityLost, Released,
+    WorkerLost, WorkerGone,
 )  # fmt: skip

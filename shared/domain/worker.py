@@ -64,6 +64,10 @@ class WorkerFacts:
     def num_blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def num_blocks_at_start(self, tokens: int, max_total_tokens: int) -> int:
+        """What decode reserves for a sequence that begins with `tokens`: one block more, to go on into."""
+        return min(self.num_blocks_for(tokens) + 1, self.num_blocks_for(max_total_tokens))
+
 
 def _no_counts() -> dict[str, int]:
     return {}

@@ -8,10 +8,12 @@ from shared.domain.ids import Attempt, Incarnation, RequestId, TokenId, Transfer
 from shared.domain.lifecycle import IllegalTransition, RequestRecord, RetryRule, advance
 from shared.domain.lifecycle_events import (
     Admitted,
+    AnswerComplete,
     AttemptFailed,
     CancelRequested,
     CapacityLost,
     DeadlinePassed,
+    Delivered,
     Event,
     KvCommitted,
     Persist,
@@ -20,6 +22,7 @@ from shared.domain.lifecycle_events import (
     Preempted,
     PrefillDone,
     Released,
+    Reserve,
     Reserved,
     ReserveRefused,
     SequenceDone,
@@ -56,6 +59,10 @@ events: st.SearchStrategy[Event] = st.one_of(
     st.builds(KvCommitted, attempt=attempts),
     st.builds(SequenceDone, attempt=attempts, finish_reason=st.just(FinishReason.STOP), completion_tokens=st.just(1)),
     st.builds(Preempted, attempt=attempts),
+    st.builds(Delivered, closed_attempt=attempts, ids=st.lists(st.just(TokenId(7)), max_size=3).map(tuple)),
+    st.builds(
+        AnswerComplete, closed_attempt=attempts, finish_reason=st.just(FinishReason.STOP), completion_tokens=st.just(1)
+    ),
     st.builds(
         AttemptFailed,
         attempt=attempts,
@@ -82,6 +89,9 @@ def check(record: RequestRecord) -> None:
     if record.state is RequestState.ABORTING:
         assert not all(hold.is_lost for hold in record.unreleased)
     assert all(hold.attempt == record.attempt for hold in record.holds)
+    if record.awaits_delivered is not None:
+        assert record.awaits_delivered == record.attempt - 1
+        assert not record.holds  # nothing is placed before the gateway has answered
     keys = [hold.key for hold in (*record.holds, *record.unreleased)]
     assert len(keys) == len(set(keys))
 
@@ -102,6 +112,11 @@ def test_any_history_keeps_the_record_sound(history: list[Event], max_retries: i
         record = step.record
         check(record)
         assert before.attempt <= record.attempt
+        if record.delivered_ids != before.delivered_ids:
+            assert isinstance(event, Delivered)
+            assert before.awaits_delivered == event.closed_attempt
+        if any(isinstance(effect, Reserve) for effect in step.effects):
+            assert record.awaits_delivered is None
         assert not before.state.is_terminal or before.state is record.state
         told += sum(isinstance(effect, TellOutcome) for effect in step.effects)
         written += sum(effect == Persist(step=WriteStep.OUTCOME) for effect in step.effects)

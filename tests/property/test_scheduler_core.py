@@ -18,7 +18,9 @@ CALM = [
     *AHEAD,
     *AHEAD,
     does("cancel", 12),
-    does("progress", 2, 1),
+    does("progress", 2, 2),
+    does("deliver", 12, 9, lowest=0),
+    does("deliver", 12, 9, lowest=0),
     does("heartbeat", 2),
     does("tick"),
     does("dial stream", 12),
@@ -29,7 +31,7 @@ CALM = [
     does("redis back"),
     does("rewrite"),
 ]
-ROUGH = [*CALM, does("progress", 2, 2), does("restart", 2), does("silence", 2), does("break stream", 12)]
+ROUGH = [*CALM, does("progress", 2, 3), does("restart", 2), does("silence", 2), does("break stream", 12)]
 
 
 @settings(max_examples=120, deadline=None)

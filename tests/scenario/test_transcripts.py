@@ -19,6 +19,7 @@ from scheduler.messages import (
     CloseStream,
     CoreEffect,
     CoreEvent,
+    DeliveredTold,
     DrainStarted,
     HeartbeatTold,
     InventoryEntry,
@@ -28,6 +29,7 @@ from scheduler.messages import (
     OutcomeTold,
     PersistRecord,
     PlacedTold,
+    PreemptedTold,
     PrefillDoneTold,
     PrefillJob,
     QueuedTold,
@@ -37,6 +39,7 @@ from scheduler.messages import (
     ReportTold,
     RequestEnded,
     RequestReleased,
+    RequeuedTold,
     ReservedTold,
     ReserveJob,
     ReserveRefusedTold,
@@ -99,6 +102,7 @@ class Runner:
             "report": self.report,
             "heartbeat": self.heartbeat,
             "cancel": lambda plain, _: [CancelAsked(request_id=RequestId(plain[0]), reason=CancelReason(plain[1]))],
+            "delivered": self.delivered,
             "session-closed": lambda plain, _: [SessionClosed(session=self.sessions[plain[0]])],
             "stream-closed": lambda plain, _: [StreamClosed(stream=self.streams[plain[0]])],
             "tick": self.tick,
@@ -164,6 +168,18 @@ class Runner:
             )
         ]
 
+    def delivered(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
+        """`delivered a/1 ids=3`: what a gateway holds of the closed attempt; with `complete` the answer had ended."""
+        key = _key(plain[0])
+        return [
+            DeliveredTold(
+                request_id=key.request_id,
+                closed_attempt=key.attempt,
+                ids=tuple(TokenId(n) for n in range(int(options["ids"]))),
+                complete=FinishReason.STOP if "complete" in plain else None,
+            )
+        ]
+
     def wrote(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
         key = _key(plain[0])
         errors = {"failed": ErrorCode.STATE_UNAVAILABLE, "stale": ErrorCode.STALE_ATTEMPT}
@@ -188,6 +204,7 @@ class Runner:
             "prefilled": PrefillDoneTold(),
             "committed": KvCommittedTold(),
             "done": SequenceDoneTold(finish_reason=FinishReason.STOP, completion_tokens=3),
+            "preempted": PreemptedTold(),
             "failed": AttemptFailedTold(error=ServingError(ErrorCode.KV_TRANSFER_FAILED, "no sign of the sender")),
             "released": ReleasedTold(blocks_freed=int(options.get("freed", 0))),
         }
@@ -232,7 +249,7 @@ class Runner:
                 return f"tell {self.names[effect.stream]} {_message(effect.message)}"
             case SendCommand():
                 kind = {ReserveJob: "reserve", PrefillJob: "prefill", AbortJob: "abort", ReleaseJob: "release"}
-                return f"send {effect.worker_id} #{effect.number} {kind[type(effect.body)]} {effect.key}"
+                return f"send {effect.worker_id} #{effect.number} {kind[type(effect.body)]} {effect.key}{_more(effect)}"
             case PersistRecord(stored=stored, step=step):
                 return f"persist {stored.request_id}/{stored.attempt} {step.value} ({stored.state.value})"
             case RewriteRecords():
@@ -260,8 +277,20 @@ class Runner:
                 return f"resign ({effect.reason})"
 
 
-def _message(message: QueuedTold | PlacedTold | OutcomeTold) -> str:
+def _more(effect: SendCommand) -> str:
+    match effect.body:
+        case ReserveJob(delivered_ids=ids) if ids:
+            return f" behind {len(ids)}"
+        case PrefillJob(num_delivered=number) if number:
+            return f" behind {number}"
+        case _:
+            return ""
+
+
+def _message(message: QueuedTold | RequeuedTold | PlacedTold | OutcomeTold) -> str:
     match message:
+        case RequeuedTold():
+            return f"requeued {message.attempt} ({message.reason})"
         case QueuedTold():
             return f"queued {message.position}"
         case PlacedTold():

@@ -86,6 +86,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
         self.cancel_reply: scheduler_pb2.CancelReply | None = None
         self.cancelled_ids: list[str] = []
         self.num_token_calls = 0
+        self.keeps_open = False  # no outcome when everything was acknowledged
         self.cut_control_on_delivered = False  # breaks the control stream once, as if Delivered had been lost
         self.cut_streams_after: int | None = None  # breaks the token stream once, after so many tokens
         self.address = ""
@@ -132,18 +133,22 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             reader.cancel()
 
     async def _place(self, request: FakeRequest, context: Any) -> None:
-        await self.may_place.wait()
-        while request.is_requeued:
-            await request.changed.wait()
-        placed = scheduler_pb2.Placed(
-            attempt=request.attempt,
-            decode_worker_id="decode-0",
-            decode_address=self.address,
-            decode_incarnation=DECODE_INCARNATION,
-            attach_ticket=b"ticket",
-            prefill_worker_id="prefill-0",
-        )
-        await context.write(self._down(placed=placed))
+        """Each attempt once on each stream."""
+        last = 0
+        while True:
+            while request.is_requeued or request.attempt == last:
+                await request.changed.wait()
+            await self.may_place.wait()
+            last = request.attempt
+            placed = scheduler_pb2.Placed(
+                attempt=last,
+                decode_worker_id="decode-0",
+                decode_address=self.address,
+                decode_incarnation=DECODE_INCARNATION,
+                attach_ticket=b"ticket",
+                prefill_worker_id="prefill-0",
+            )
+            await context.write(self._down(placed=placed))
 
     async def _read_up(self, request: FakeRequest, context: Any) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
@@ -176,8 +181,6 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
         elif request.is_requeued and told.attempt == request.attempt:
             request.attempt += 1
             request.is_requeued = False
-            request.touch()
-            await self._place(request, context)
 
     async def Cancel(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: scheduler_pb2.CancelRequest, context: Any
@@ -229,11 +232,12 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                             continue
                         request.attaches.append(message.attach)
                         request.num_sent = message.attach.from_index - 1
+                        request.touch()
                         senders.append(group.create_task(self._send_tokens(request, context, writing)))
                     case "ack":
                         request = self.requests[message.ack.key.request_id]
                         request.acked = max(request.acked, message.ack.index)
-                        if request.acked == len(request.tokens):
+                        if request.acked == len(request.tokens) and not self.keeps_open:
                             self._end(request, _finished(self._reason(request)))
                         request.touch()
                     case "finish":

@@ -100,6 +100,11 @@ class FakeWorker:
 
     async def reserve(self) -> common_pb2.RequestKey:
         """Decode: takes the Reserve and grants it."""
+        key, _ = await self.reserve_behind()
+        return key
+
+    async def reserve_behind(self) -> tuple[common_pb2.RequestKey, list[int]]:
+        """The same, with the tokens that were delivered before."""
         command = await self.command()
         assert "reserve" == command.WhichOneof("command")
         await self.report(
@@ -115,7 +120,7 @@ class FakeWorker:
                 attach_ticket=b"ticket",
             ),
         )
-        return command.key
+        return command.key, list(command.reserve.delivered_ids)
 
     async def release(self, kind: str, *, blocks_freed: int) -> None:
         """Takes the Abort or Release and answers it."""
@@ -171,6 +176,10 @@ class FakeGateway:
 
     async def cancel(self, reason: str = "disconnect") -> None:
         await self._call.write(scheduler_pb2.ServeUp(cancel=scheduler_pb2.CancelAsked(reason=reason)))
+
+    async def deliver(self, **delivered: Any) -> None:
+        """Answers Requeued."""
+        await self._call.write(scheduler_pb2.ServeUp(delivered=scheduler_pb2.Delivered(**delivered)))
 
     async def read(self) -> scheduler_pb2.ServeDown | None:
         """The next message; None at the end of the stream."""

@@ -15,6 +15,7 @@ from scheduler.messages import (
     CommandBody,
     CoreEffect,
     CoreEvent,
+    DeliveredTold,
     HeartbeatTold,
     InventoryEntry,
     InventoryTold,
@@ -23,6 +24,7 @@ from scheduler.messages import (
     OutcomeTold,
     PersistRecord,
     PlacedTold,
+    PreemptedTold,
     PrefillDoneTold,
     PrefillJob,
     QueuedTold,
@@ -32,6 +34,7 @@ from scheduler.messages import (
     ReportTold,
     RequestEnded,
     RequestReleased,
+    RequeuedTold,
     ReservedTold,
     ReserveJob,
     ReserveRefusedTold,
@@ -131,7 +134,7 @@ class SimWorker:
         key, body = command.key, command.body
         match body:
             case ReserveJob():
-                needed = -(-body.spec.max_total_tokens // 16)
+                needed = self.num_blocks_at_start(body)
                 if needed > self.free:
                     return self.report(key, ReserveRefusedTold(free_blocks=self.free))
                 self.held[key] = needed
@@ -143,6 +146,11 @@ class SimWorker:
                 return self.report(key, ReleasedTold(blocks_freed=self.held.pop(key, 0)))
             case _:
                 assert_never(body)
+
+    def num_blocks_at_start(self, body: ReserveJob) -> int:
+        """As real decode reserves."""
+        tokens = body.spec.num_prompt_tokens + len(body.delivered_ids)
+        return self.facts().num_blocks_at_start(tokens, body.spec.max_total_tokens)
 
 
 def target(worker: SimWorker) -> KvTarget:
@@ -175,6 +183,10 @@ class World:
         self.broken_streams: set[StreamId] = set()
         self.outcomes: dict[StreamId, OutcomeTold] = {}
         self.placed: dict[StreamId, Attempt] = {}
+        self.requeued: dict[RequestId, Attempt] = {}
+        """Closed attempts that a gateway has heard of and not answered."""
+        self.answers: dict[RequestId, int] = {}
+        """How many tokens it said last that it holds."""
         self.ended: list[RequestId] = []
         self.released: list[RequestId] = []
         self.last_id = 0
@@ -223,10 +235,29 @@ class World:
         match effect.message:
             case QueuedTold(position=position):
                 assert 0 <= position < LIMITS.max_queued_requests
+            case RequeuedTold(attempt=attempt):
+                self.requeued[self.request_of(effect.stream)] = attempt
             case PlacedTold(attempt=attempt):
+                request_id = self.request_of(effect.stream)
+                assert request_id not in self.requeued, "placed before Delivered"
                 self.placed[effect.stream] = attempt
             case OutcomeTold():
                 self.outcomes[effect.stream] = effect.message
+
+    def request_of(self, stream: StreamId) -> RequestId:
+        """The one whose gateway has this stream."""
+        return next(request_id for request_id, start in self.starts.items() if start.stream == stream)
+
+    def deliver(self, number: int, more: int) -> None:
+        """A gateway answers Requeued: it holds so many tokens more than the last time, all of them at most."""
+        request_id = RequestId(f"r{number}")
+        start, attempt = self.starts.get(request_id), self.requeued.pop(request_id, None)
+        if start is None or attempt is None or start.stream in self.broken_streams:
+            return
+        held = self.answers[request_id] = min(self.answers.get(request_id, 0) + more, start.spec.max_tokens)
+        ids = tuple(TokenId(n) for n in range(held))
+        complete = FinishReason.STOP if more % 7 == 6 else None
+        self.step(DeliveredTold(request_id=request_id, closed_attempt=attempt, ids=ids, complete=complete))
 
     def perform_session(self, effect: SendCommand | AckEvents | CloseSession | WelcomeWorker) -> None:
         worker = next((each for each in self.workers if each.session == effect.session), None)
@@ -235,6 +266,8 @@ class World:
         match effect:
             case SendCommand():
                 check_body(worker, effect.body)
+                if isinstance(effect.body, ReserveJob):
+                    assert self.answers.get(effect.key.request_id, 0) == len(effect.body.delivered_ids)
                 worker.inbox.append(effect)
             case AckEvents(upto=upto):
                 worker.unacked = [told for told in worker.unacked if told.number > upto]
@@ -335,6 +368,9 @@ class World:
             elif what == 1:
                 done = SequenceDoneTold(finish_reason=FinishReason.STOP, completion_tokens=1)
                 self.say(worker, worker.report(key, done))
+            elif what == 2:
+                del worker.held[key]
+                self.say(worker, worker.report(key, PreemptedTold()))
             else:
                 failed = AttemptFailedTold(error=ServingError(ErrorCode.KV_TRANSFER_FAILED, "x"))
                 self.say(worker, worker.report(key, failed))
@@ -391,6 +427,8 @@ class World:
                 self.write()
                 self.rewrite()
             self.dial_broken()
+            for number in range(1, len(self.starts) + 1):
+                self.deliver(number, 1)
             for worker in self.workers:
                 while worker.inbox:
                     self.take(worker)
@@ -405,6 +443,8 @@ class World:
                 self.start(first, second)
             case "cancel":
                 self.step(CancelAsked(request_id=RequestId(f"r{first}"), reason=CancelReason.DELETE))
+            case "deliver":
+                self.deliver(first, second)
             case "break stream":
                 self.break_stream(first)
             case "dial stream":

@@ -7,7 +7,16 @@ from typing import cast
 import pytest
 
 from gateway.clients.link import LinkBroken
-from gateway.clients.scheduler import ControlEvent, ControlStream, Placed, Queued, SchedulerClient, Start
+from gateway.clients.scheduler import (
+    ControlEvent,
+    ControlStream,
+    Delivered,
+    Placed,
+    Queued,
+    Requeued,
+    SchedulerClient,
+    Start,
+)
 from gateway.control import ControlLine
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Incarnation, RequestId, TokenId, WorkerId
@@ -38,6 +47,7 @@ class FakeStream:
     def __init__(self, steps: list[Step]) -> None:
         self._steps = steps
         self.cancels: list[CancelReason] = []
+        self.deliveries: list[Delivered] = []
         self.is_closed = False
         self._cancelled = asyncio.Event()
 
@@ -55,6 +65,10 @@ class FakeStream:
         """Remembered."""
         self.cancels.append(reason)
         self._cancelled.set()
+
+    async def tell_delivered(self, delivered: Delivered) -> None:
+        """Remembered."""
+        self.deliveries.append(delivered)
 
     def close(self) -> None:
         """Remembered."""
@@ -90,14 +104,20 @@ def line(
     progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
     on_queued: Callable[[Queued], None] = lambda _queued: None,
     on_placed: Callable[[Placed], None] = lambda _placed: None,
+    on_requeued: Callable[[Requeued], None] = lambda _requeued: None,
 ) -> ControlLine:
     """A line to it."""
+
+    async def requeued(told: Requeued) -> None:
+        on_requeued(told)
+
     return ControlLine(
         scheduler=cast("SchedulerClient", scheduler),
         clock=RealClock(),
         progress=progress,
         on_queued=on_queued,
         on_placed=on_placed,
+        on_requeued=requeued,
     )
 
 
@@ -124,6 +144,24 @@ async def test_a_broken_stream_is_dialled_again_with_what_is_known() -> None:
     assert [(0, 0), (1, 7), (1, 9)] == [(start.last_attempt_seen, start.tokens_held) for start in scheduler.starts]
     assert all(stream.is_closed for stream in scheduler.streams)
     assert 2 == scheduler.num_looks
+
+
+async def test_delivered_is_told_where_there_is_a_stream() -> None:
+    """Without one nothing is kept: the scheduler asks again on the next."""
+    requeued = Requeued(attempt=Attempt(1), reason="preempted")
+    delivered = Delivered(attempt=Attempt(1), ids=(TokenId(7),), cached_tokens=0, complete=None)
+    scheduler = FakeScheduler([PLACED, requeued, WAIT, FINISHED])
+    asked = asyncio.Event()
+    control = line(scheduler, on_requeued=lambda _told: asked.set())
+    await control.tell_delivered(delivered)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        running = group.create_task(control.run(SPEC))
+        await asked.wait()
+        await control.tell_delivered(delivered)
+        await control.ask_cancel(CancelReason.DELETE)
+
+    assert FINISHED == running.result()
+    assert [delivered] == scheduler.streams[0].deliveries
 
 
 async def test_a_refusal_is_final() -> None:

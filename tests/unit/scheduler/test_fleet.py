@@ -41,7 +41,7 @@ def test_free_blocks_are_as_told_less_what_was_commanded_later() -> None:
     assert 7 == worker.free_blocks
     worker.capacity = Capacity(commands_seen=1, blocks={"free": 3, "cached": 4, "active": 2})
     assert 7 == worker.free_blocks
-    worker.book(OTHER, make_spec("r2", prompt=16, max_tokens=1))
+    worker.book(OTHER, make_spec("r2", prompt=16, max_tokens=1), 0)
     assert 5 == worker.free_blocks
     worker.unbook(OTHER)
     assert 7 == worker.free_blocks
@@ -50,8 +50,16 @@ def test_free_blocks_are_as_told_less_what_was_commanded_later() -> None:
 def test_before_the_first_heartbeat_our_own_books_count() -> None:
     """Nothing told yet: the pool less all that was booked."""
     worker = connected()
-    worker.book(KEY, make_spec(prompt=20, max_tokens=12))
+    worker.book(KEY, make_spec(prompt=20, max_tokens=12), 0)
     assert 8 == worker.free_blocks
+
+
+def test_a_sequence_is_booked_with_a_block_to_go_on_into() -> None:
+    """Prompt, what its gateway holds, one block more; never beyond its longest answer."""
+    worker = connected()
+    for delivered, max_tokens, blocks in [(0, 100, 3), (12, 100, 3), (13, 100, 4), (0, 12, 2), (0, 13, 3)]:
+        worker.book(KEY, make_spec(prompt=20, max_tokens=max_tokens), delivered)
+        assert 10 - blocks == worker.free_blocks
 
 
 def test_remaining_tokens_are_told_plus_later_prompts_and_never_above_our_books() -> None:

@@ -38,7 +38,7 @@ def prefill(name: str = "p", *, blocks: int = 10, queued: int = 0, layout: bytes
     """With so many tokens to compute, all of them in our own books."""
     made = worker(Role.PREFILL, name, blocks=blocks, queued=queued, layout=layout)
     if queued:
-        made.book(RequestKey(RequestId("busy"), Attempt(1)), make_spec("busy", prompt=queued))
+        made.book(RequestKey(RequestId("busy"), Attempt(1)), make_spec("busy", prompt=queued), 0)
         for job in made.jobs.values():
             job.sent_number, job.num_blocks = 0, 0
     return made
@@ -109,6 +109,27 @@ def test_a_refusal_is_remembered_until_more_blocks_are_told_later() -> None:
     refuser.capacity = Capacity(blocks={"free": 8})
     asked.refusals[refuser.worker_id] = (8, 95.0)
     assert ("p", "d") == chosen(asked, [prefill()], [refuser])
+
+
+def test_a_worker_that_failed_is_left_out_while_another_could_serve() -> None:
+    """Even if that one has no room now; where there is no other it is tried again."""
+    asked, failed = waiter(20, 60), decode("d0", free=9)
+    asked.avoided.add(failed.ref)
+
+    assert ("p", "d1") == chosen(asked, [prefill()], [failed, decode("d1", free=4)])
+    assert None is chosen(asked, [prefill()], [failed, decode("d1", free=1)])
+    assert ("p", "d0") == chosen(asked, [prefill()], [failed, decode("small", blocks=3)])
+    assert ("p", "d0") == chosen(asked, [prefill()], [failed])
+
+
+@pytest.mark.parametrize(("delivered", "free", "fits"), [(0, 3, True), (0, 2, False), (28, 4, True), (29, 4, False)])
+def test_decode_needs_room_for_the_beginning(delivered: int, free: int, fits: bool) -> None:
+    """Prompt, delivered tokens and a block; the whole answer must only fit an empty pool."""
+    asked = waiter(20, 160)
+    asked.num_delivered = delivered
+
+    assert fits == (chosen(asked, [prefill()], [decode(free=free)]) is not None)
+    assert None is chosen(waiter(20, 161), [prefill()], [decode()])
 
 
 def test_the_kept_pair_stays_the_same() -> None:

@@ -250,7 +250,7 @@ async def test_a_cancel_at_every_placed_state_ends_with_acknowledged_releases(li
 
 async def test_a_cancel_of_a_queued_request_commands_nobody(line: Line) -> None:
     """Nothing is held, so it is released at once; the message on its own stream is enough."""
-    big, small = make_spec("big", prompt=100, max_tokens=60), make_spec("small")
+    big, small = make_spec("big", prompt=140, max_tokens=20), make_spec("small")
     async with serve_stream(line.channel, big) as first, serve_stream(line.channel, small) as second:
         await drive_to(line, first, RequestState.PLACING)
         await second.expect("queued")
@@ -283,8 +283,8 @@ async def test_an_unreleased_cancel_answers_after_two_seconds(line: Line, monkey
         assert (False, scheduler_pb2.OUTCOME_KIND_CANCELLED, 0) == described(await cancel(line))
 
 
-async def test_a_lost_worker_fails_its_requests_and_frees_the_other_side(line: Line) -> None:
-    """Decode stays silent for the time: FAILED with WORKER_LOST, Abort to prefill, its session closed."""
+async def test_a_lost_worker_closes_its_attempts_and_frees_the_other_side(line: Line) -> None:
+    """Decode stays silent for the time: Requeued, Abort to prefill, its session closed; a cancel then owes nothing new."""
     async with serve_stream(line.channel, make_spec()) as gateway:
         await drive_to(line, gateway, RequestState.DECODING)
         line.pass_time(4.0)
@@ -293,11 +293,13 @@ async def test_a_lost_worker_fails_its_requests_and_frees_the_other_side(line: L
             while max(worker.heard_at for worker in line.driver.core.fleet) < line.clock.now:
                 await asyncio.sleep(0.002)
         line.pass_time(1.0)
-        outcome = (await gateway.expect("outcome")).outcome
-        assert "WORKER_LOST" == outcome.error.code
+        requeued = (await gateway.expect("requeued")).requeued
+        assert (1, "worker_lost") == (requeued.attempt, requeued.reason)
         await line.decode.wait_closed()
         await line.prefill.release("abort", blocks_freed=2)
-        await line.until(RequestState.FAILED)
+        await gateway.cancel()
+        await gateway.expect("outcome")
+        assert RequestState.CANCELLED is line.state()
         status = await line.stub.Status(scheduler_pb2.StatusRequest())
         assert {"scheduler": True, "prefill-0": True, "decode-0": False} == {
             service.id: service.ready for service in status.services
@@ -306,13 +308,36 @@ async def test_a_lost_worker_fails_its_requests_and_frees_the_other_side(line: L
 
 
 async def test_another_incarnation_proves_the_end_of_the_one_before(line: Line) -> None:
-    """At once, without waiting for silence: the request fails, nothing is owed by the dead start."""
+    """At once, without waiting for silence: the next attempt goes to the new start, behind what the gateway holds."""
     async with serve_stream(line.channel, make_spec()) as gateway:
         await drive_to(line, gateway, RequestState.DECODING)
-        async with worker_session(line.channel, "decode", incarnation=2):
-            assert "WORKER_LOST" == (await gateway.expect("outcome")).outcome.error.code
+        async with worker_session(line.channel, "decode", incarnation=2) as decode:
+            await gateway.expect("requeued")
             await line.prefill.release("abort", blocks_freed=2)
-            assert await line.driver.wait_released(RequestId("r1"), ANSWER_S)
+            await gateway.deliver(attempt=1, ids=[7, 8])
+            key, delivered_ids = await decode.reserve_behind()
+            assert (2, [7, 8]) == (key.attempt, delivered_ids)
+            prefill = (await line.prefill.command()).prefill
+            assert 2 == prefill.num_delivered
+            assert 2 == (await gateway.expect("placed")).placed.attempt
+
+
+async def test_a_preempted_answer_that_was_complete_is_finished(line: Line) -> None:
+    """Decode's word leads to Requeued; the gateway has all of it, and nothing is placed again."""
+    async with serve_stream(line.channel, make_spec()) as gateway:
+        key = await to_prefilling(line, gateway)
+        await line.decode.report(key, kv_committed=scheduler_pb2.KvCommitted())
+        await line.decode.report(key, preempted=scheduler_pb2.Preempted())
+        assert "preempted" == (await gateway.expect("requeued")).requeued.reason
+        await gateway.deliver(attempt=1, ids=[7, 8], complete=True, finish_reason=common_pb2.FINISH_REASON_LENGTH)
+        outcome = (await gateway.expect("outcome")).outcome
+        assert (scheduler_pb2.OUTCOME_KIND_FINISHED, common_pb2.FINISH_REASON_LENGTH) == (
+            outcome.kind,
+            outcome.finish_reason,
+        )
+        await line.decode.release("abort", blocks_freed=0)
+        await line.prefill.release("abort", blocks_freed=2)
+        assert await line.driver.wait_released(RequestId("r1"), ANSWER_S)
 
 
 async def test_redis_away_refuses_admission_and_keeps_what_runs(line: Line) -> None:
@@ -408,8 +433,34 @@ async def test_status_has_every_state_with_zeros() -> None:
         blocks = {"free": 0, "reserved": 0, "active": 0, "cached": 0, "quarantined": 0}
         assert {"prefill": blocks, "decode": blocks} == {each.role: dict(each.states) for each in status.blocks}
         assert (0, 0) == (status.queue, status.max_request_tokens)
-        async with serve_stream(channel, make_spec()) as gateway:
-            assert "NO_CAPACITY" == (await gateway.expect("outcome")).outcome.error.code
+
+
+async def test_requests_wait_for_the_first_workers() -> None:
+    """A scheduler that has just started says nothing; with a pair it admits."""
+    async with (
+        scheduler_server() as (_, _, _, _, channel),
+        serve_stream(channel, make_spec()) as gateway,
+        worker_session(channel, "prefill"),
+        worker_session(channel, "decode"),
+    ):
+        await gateway.expect("queued")
+
+
+async def test_requests_without_workers_are_cancelled_or_refused_in_the_end() -> None:
+    """Whoever asks for the end of one that is held gets it at once."""
+    async with (
+        scheduler_server() as (driver, _, clock, _, channel),
+        serve_stream(channel, make_spec()) as gateway,
+        serve_stream(channel, make_spec("r2")) as late,
+    ):
+        async with asyncio.timeout(ANSWER_S):
+            while len(driver.core.lobby) < 2:
+                await asyncio.sleep(0.002)
+        await gateway.cancel()
+        assert "CANCELLED" == (await gateway.expect("outcome")).outcome.error.code
+        clock.now += 10.0
+        driver.step(Ticked())
+        assert "NO_CAPACITY" == (await late.expect("outcome")).outcome.error.code
 
 
 async def cancel(line: Line, request_id: str = "r1") -> Any:

@@ -27,6 +27,7 @@ from shared.domain.lifecycle_events import (
     CancelRequested,
     CapacityLost,
     DeadlinePassed,
+    Delivered,
     Event,
     KvCommitted,
     Persist,
@@ -43,7 +44,7 @@ from shared.domain.lifecycle_events import (
     StartPrefill,
     TellOutcome,
     TellPlaced,
-    TellQueued,
+    TellRequeued,
     WorkerGone,
     WorkerLost,
     WriteStep,
@@ -75,7 +76,8 @@ def events_of(attempt: int) -> dict[type[Event], Event]:
         PrefillDone(attempt=at),
         KvCommitted(attempt=at),
         SequenceDone(attempt=at, finish_reason=FinishReason.STOP, completion_tokens=3),
-        AnswerComplete(attempt=at, finish_reason=FinishReason.STOP, completion_tokens=3),
+        Delivered(closed_attempt=at, ids=(TokenId(7),)),
+        AnswerComplete(closed_attempt=at, finish_reason=FinishReason.STOP, completion_tokens=3),
         Preempted(attempt=at),
         AttemptFailed(attempt=at, role=Role.DECODE, error=BROKEN),
         CancelRequested(reason=CancelReason.DELETE),
@@ -118,6 +120,11 @@ def run(record: RequestRecord, *events: Event, rule: RetryRule = NO_RETRY) -> St
     return step
 
 
+def failed_attempt(attempt: int) -> Event:
+    """The loss of its decode worker."""
+    return AttemptFailed(attempt=Attempt(attempt), role=Role.DECODE, error=LOST)
+
+
 def names(step: Step) -> list[str]:
     """Types of the effects, in order."""
     return [type(effect).__name__ for effect in step.effects]
@@ -132,7 +139,9 @@ def test_every_pair_is_a_row_an_ignored_name_or_illegal() -> None:
         for kind, event in events_of(record.attempt).items():
             if (state, kind) in TABLE:
                 step = advance(record, event, 20.0, NO_RETRY)
-                assert step.record.state in {*TABLE[state, kind].nexts, state}, (state, kind)
+                is_taken = step.verdict is Verdict.TAKEN
+                expected = TABLE[state, kind].nexts if is_taken else (state,)
+                assert step.record.state in expected, (state, kind)
             elif (state, kind) in IGNORED:
                 assert Step(record=record, verdict=Verdict.IGNORED) == advance(record, event, 20.0, NO_RETRY)
             else:
@@ -239,6 +248,7 @@ def test_a_retryable_failure_is_requeued_while_the_budget_lasts(state: RequestSt
     assert requeued.unreleased
     again = run(
         requeued,
+        Delivered(closed_attempt=Attempt(1), ids=()),
         PlacementChosen(attempt=Attempt(2), prefill=P, decode=D),
         AttemptFailed(attempt=Attempt(2), role=Role.DECODE, error=LOST),
         rule=rule,
@@ -301,5 +311,70 @@ def test_effects_carry_their_attempt_and_target() -> None:
         *(Release(hold=hold) for hold in finished.record.unreleased),
     ) == finished.effects
     preempted = run(record_in(RequestState.DECODING), events_of(1)[Preempted])
-    assert (*(Abort(hold=hold) for hold in preempted.record.unreleased), TellQueued()) == preempted.effects
+    assert (*(Abort(hold=hold) for hold in preempted.record.unreleased), TellRequeued()) == preempted.effects
     assert replace(preempted.record, entered_at=0.0).target is None
+
+
+@pytest.mark.parametrize("state", PLACED_STATES[1:])
+@pytest.mark.parametrize("reason", ["preempted", "worker_lost"])
+def test_nothing_is_placed_before_delivered(state: RequestState, reason: str) -> None:
+    """An attempt that the gateway was told of is asked about; what it holds goes with the next one."""
+    lost = Preempted(attempt=Attempt(1)) if reason == "preempted" else failed_attempt(1)
+    requeued = run(record_in(state), lost, rule=RetryRule(max_retries=1))
+    assert "TellRequeued" == names(requeued)[-1]
+    assert (1, reason) == (requeued.record.awaits_delivered, requeued.record.requeue_reason)
+    chosen = PlacementChosen(attempt=Attempt(2), prefill=P, decode=D)
+    with pytest.raises(IllegalTransition):
+        run(requeued.record, chosen)
+
+    delivered = run(requeued.record, Delivered(closed_attempt=Attempt(1), ids=(TokenId(7), TokenId(8))))
+    assert (["TellQueued"], None, (7, 8)) == (
+        names(delivered),
+        delivered.record.awaits_delivered,
+        delivered.record.delivered_ids,
+    )
+    assert RequestState.PLACING is run(delivered.record, chosen).record.state
+
+
+def test_an_attempt_that_the_gateway_never_heard_of_is_closed_without_it() -> None:
+    """What it held before still goes with the next one."""
+    rule = RetryRule(max_retries=2)
+    delivered = run(
+        record_in(RequestState.DECODING),
+        failed_attempt(1),
+        Delivered(closed_attempt=Attempt(1), ids=(TokenId(7),)),
+        rule=rule,
+    ).record
+    placing = run(
+        delivered, PlacementChosen(attempt=Attempt(2), prefill=P, decode=D), PlacementWritten(attempt=Attempt(2))
+    )
+    requeued = run(placing.record, failed_attempt(2), rule=rule)
+    assert (["Abort", "TellQueued"], None, (7,)) == (
+        names(requeued),
+        requeued.record.awaits_delivered,
+        requeued.record.delivered_ids,
+    )
+
+
+def test_delivered_counts_once_and_for_its_attempt() -> None:
+    """Said again on a new stream, or about an older attempt, it changes nothing."""
+    requeued = run(record_in(RequestState.DECODING), Preempted(attempt=Attempt(1))).record
+    assert Verdict.IGNORED is run(requeued, Delivered(closed_attempt=Attempt(2), ids=())).verdict
+    delivered = run(requeued, Delivered(closed_attempt=Attempt(1), ids=(TokenId(7),))).record
+    again = run(delivered, Delivered(closed_attempt=Attempt(1), ids=()))
+    assert (delivered, Verdict.IGNORED) == (again.record, again.verdict)
+
+
+def test_a_complete_answer_is_not_placed_again() -> None:
+    """The worker that made it is gone, and the gateway has all of it: finished, with what it said."""
+    requeued = run(record_in(RequestState.DECODING), failed_attempt(1), rule=RetryRule(max_retries=1)).record
+    complete = AnswerComplete(closed_attempt=Attempt(1), finish_reason=FinishReason.LENGTH, completion_tokens=4)
+    step = run(requeued, complete)
+    assert (RequestState.FINISHED, 4, ["TellOutcome", "Persist"]) == (
+        step.record.state,
+        step.record.completion_tokens,
+        names(step),
+    )
+    assert step.record.outcome is not None
+    assert FinishReason.LENGTH is step.record.outcome.finish_reason
+    assert Verdict.IGNORED is run(record_in(RequestState.QUEUED), complete).verdict
