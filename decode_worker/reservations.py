@@ -148,6 +148,10 @@ class Reservations:
         if reservation is not None:
             self._cache.insert(token_ids, salt=salt, block_ids=reservation.blocks)
 
+    def withdraw(self, key: RequestKey) -> None:
+        """The KV in the blocks of a committed sequence is wrong: nobody else may begin with them."""
+        self._cache.withdraw(self._held[key].blocks)
+
     def expired(self, now: float) -> tuple[RequestKey, ...]:
         """Leases that have run out; they hold their blocks until `free`."""
         return tuple(

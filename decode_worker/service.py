@@ -335,6 +335,8 @@ class DecodeService:
         for key, fault in step.faults.items():
             row = self._rows[key]
             row.is_in_engine = False
+            if fault.code is ErrorCode.KV_CORRUPT:
+                self._reservations.withdraw(key)
             if row.stage is Stage.ENDED:
                 self._settle(row)
             else:

@@ -121,6 +121,14 @@ class BlockPool:
         self._is_indexed[indices] = True
         self._num_indexed += len(block_ids)
 
+    def unindex(self, block_ids: Sequence[BlockId]) -> None:
+        """These active blocks are not kept when their last holder has gone; they are indexed."""
+        indices = self._require(block_ids, (BlockState.ACTIVE,), "unindex")
+        if not self._is_indexed[indices].all():
+            raise ValueError("cannot unindex a block that is not indexed")
+        self._is_indexed[indices] = False
+        self._num_indexed -= len(block_ids)
+
     @property
     def num_indexed(self) -> int:
         return self._num_indexed

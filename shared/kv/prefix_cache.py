@@ -94,6 +94,13 @@ class PrefixCache:
                 self._blocks[bytes(links[own : own + _LINK_BYTES])] = block_id
         return link
 
+    def withdraw(self, block_ids: Sequence[BlockId]) -> None:
+        """What these held blocks hold is wrong: none of them is found any more. Those that could not be are skipped."""
+        filed = [block_id for block_id in block_ids if self._pool.is_indexed(block_id)]
+        self._pool.unindex(filed)
+        for block_id in filed:
+            del self._blocks[self._links[block_id, 1].tobytes()]
+
     def take_evictions(self) -> int:
         """How many blocks' content was given up since the last call."""
         taken, self._num_evicted = self._num_evicted, 0

@@ -217,14 +217,23 @@ def test_generated_tokens_are_shared_where_the_numbers_are_the_same(
 
 
 def test_kv_that_was_found_wrong_is_not_shared(table: Table) -> None:
-    """The engine had refused it when it joined."""
+    """Whether the engine refuses it when it joins, or finds a block rotten that others have shared since."""
     row = table.begin_copy(table.reserve("a"))
     table.end_copy(row)
     table.service.take_first_token(row, FIRST, 0)
     table.step(faults={row.key: fault()})
-    table.reserve("b")
+    first = table.running(table.reserve("b"))
+    assert table.events.posted[-2].reserved.target.tokens_held == 0
+    second = table.row(table.reserve("c"))
+    assert second.tokens_held == 4
+    table.step(faults={first.key: fault()})
+    table.reserve("d")
 
     assert table.events.posted[-1].reserved.target.tokens_held == 0
+    table.service.check_integrity()
+    for name in ("c", "d"):
+        table.command(name, abort=scheduler_pb2.Abort())
+    assert table.pool.num_free == 16
 
 
 def fault() -> SequenceFault:

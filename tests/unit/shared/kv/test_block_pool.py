@@ -209,3 +209,19 @@ def test_nothing_of_no_blocks(num_blocks: int) -> None:
         BlockPool(num_blocks)
     with pytest.raises(ValueError, match="at least 1"):
         BlockPool(1).reserve(num_blocks)
+
+
+def test_only_an_indexed_active_block_can_be_unindexed() -> None:
+    """Then it is free when its last holder has gone."""
+    pool = BlockPool(4)
+    blocks = pool.reserve(2)
+    assert blocks is not None
+    pool.activate(blocks)
+    with pytest.raises(ValueError, match="not indexed"):
+        pool.unindex(blocks)
+    pool.index(blocks[:1])
+    pool.unindex(blocks[:1])
+    pool.check_integrity()
+    pool.free(blocks)
+
+    assert (0, 4) == (pool.num_indexed, pool.num_free)

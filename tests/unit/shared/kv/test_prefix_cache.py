@@ -164,6 +164,22 @@ def test_a_digest_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks == worker.match("aaaaaaaa")
 
 
+def test_what_is_withdrawn_is_not_found_and_not_kept() -> None:
+    """Wrong KV: its blocks are free when their holders have gone; the same tokens may be computed and filed anew."""
+    worker = Worker()
+    good, bad = worker.compute("aaaa"), worker.hold("bbbbccccd")
+    worker.cache.withdraw(bad)
+    worker.cache.withdraw(bad)
+
+    assert () == worker.match("bbbbcccc")
+    assert good == worker.match("aaaa")
+    anew = worker.compute("bbbbcccc")
+    assert anew == worker.match("bbbbcccc")
+    worker.pool.free(bad)
+    assert {BlockState.FREE} == {worker.pool.state(block) for block in bad}
+    worker.cache.check_integrity()
+
+
 def test_missing_blocks_are_a_bug_of_the_caller() -> None:
     """More whole blocks of tokens than blocks."""
     worker = Worker()
