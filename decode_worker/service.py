@@ -242,8 +242,7 @@ class DecodeService:
 
     def find(self, key: RequestKey) -> HeldSequence | RejectCode:
         """The row that KV arrives for, or why there is none."""
-        row = self._rows.get(key)
-        if row is not None:
+        if (row := self._rows.get(key)) is not None:
             return row
         has_ended = self._reservations.has_ended(key, self._clock.monotonic())
         self._metrics.refused_total.add("late_transfer" if has_ended else "unknown_transfer")
@@ -347,8 +346,7 @@ class DecodeService:
                 row.is_in_engine = False
                 self._settle(row)
         for token in step.tokens:  # when what has come back is back
-            row = self._rows.get(token.key)
-            if row is not None:
+            if (row := self._rows.get(token.key)) is not None:
                 self._grower.grow(row)
 
     def on_engine_dead(self) -> None:
