@@ -23,6 +23,8 @@ AHEAD: Final = 2048
 more)."""
 BLOCKS: Final = 2
 """Vectors of eight outputs in a unit."""
+EIGHTS: Final = GROUP // 8
+"""Pieces of a group that lie together in all layouts."""
 PARAMETERS: Final = (INT64,) * 12
 """Of a product: weights, k, x, scale, sums, elements between rows of x, out, elements between its rows, number of rows,
 1 to add to out or 0, first output, end of outputs. Addresses of row 0 and output 0."""

@@ -73,12 +73,13 @@ def constant(kind: Any, value: float | Sequence[float]) -> Value:
 class Emitter:
     """Writes LLVM operations at the end of a function.
 
-    Addresses are i64 and plain Python integers where known; loads and stores are unaligned.
+    Addresses are i64 and plain Python integers where known; loads and stores are unaligned. `portable` leaves out all
+    that is x86's; by default where the code is compiled for a CPU without AVX2.
     """
 
-    def __init__(self, builder: Any) -> None:
+    def __init__(self, builder: Any, *, portable: bool | None = None) -> None:
         self.builder = builder
-        self._portable = not has_avx2()
+        self._portable = not has_avx2() if portable is None else portable
 
     # ---- addresses and memory
     def at(self, address: Value, *offsets: Value | int) -> Value:
@@ -114,8 +115,10 @@ class Emitter:
 
     def buffer(self, num_bytes: int) -> Value:
         """Address of scratch on the stack, aligned to 64 bytes, with any contents."""
-        pointer = cgutils.alloca_once(self.builder, ir.ArrayType(i8, num_bytes))
-        pointer.align = 64
+        # Not numba's alloca_once: it clears the memory, one store for each byte as far as LLVM's passes are concerned.
+        with self.builder.goto_entry_block():
+            pointer = self.builder.alloca(ir.ArrayType(i8, num_bytes))
+            pointer.align = 64
         return self.builder.ptrtoint(pointer, i64)
 
     # ---- variables and control

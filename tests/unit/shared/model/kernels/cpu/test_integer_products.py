@@ -66,7 +66,7 @@ def _packed(mode: int, weights: Weights) -> Weights:
     )
 
 
-@pytest.mark.parametrize(("mode", "tolerance"), [(Q4A16, 3e-5), (Q8A16, 3e-5), (Q4A8, 8e-3)])
+@pytest.mark.parametrize(("mode", "tolerance"), [(Q4A16, 1e-4), (Q8A16, 1e-4), (Q4A8, 2e-2)])
 def test_rounding_activations_costs_little(mode: int, tolerance: float) -> None:
     """Against float64 with the activations as they were: errors relative to the size of a row's outputs."""
     weights, rows = make_weights(mode, 64, 576), make_rows(9, 576)
