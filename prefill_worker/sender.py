@@ -186,8 +186,8 @@ class TransferSenders:
         self._metrics.kv_transport_fallbacks.add("segments")
         return self._introductions.next_best(job.target, SHM), None
 
-    def give_back(self, segment: StagingSegment) -> None:
-        self._staging.give_back(segment)
+    def give_back(self, segment: StagingSegment, *, is_whole: bool) -> None:
+        self._staging.give_back(segment, is_whole=is_whole)
 
     async def read_frame(self, job: PrefillJob, number: int, frame: FrameRange, stream: "_Stream") -> kv_pb2.KvFrame:
         """The frame, its payload read and summed by the copy thread; until it returns the blocks stay the job's."""
@@ -337,11 +337,13 @@ class _Transfer:
     async def _push(self) -> None:
         stub, transport = await self._senders.meet(self._job)
         transport, segment = self._senders.lease(self._job, transport)
+        is_whole = False
         try:
             await self._push_by(stub.Push(), transport, segment)
+            is_whole = True
         finally:
             if segment is not None:
-                self._senders.give_back(segment)
+                self._senders.give_back(segment, is_whole=is_whole)
 
     async def _push_by(self, call: "_PushCall", transport: str, segment: StagingSegment | None) -> None:
         try:

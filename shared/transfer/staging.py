@@ -156,11 +156,14 @@ class StagingPool:
         segment.claim(transfer_id, sender)
         return segment
 
-    def give_back(self, segment: StagingSegment) -> None:
-        """The stream is over. A segment that the receiver may still read is given up: its memory is nobody else's."""
+    def give_back(self, segment: StagingSegment, *, is_whole: bool) -> None:
+        """The stream is over, `is_whole` with all of it acknowledged.
+
+        Otherwise the receiver may still read the segment, so it is given up: its memory becomes nobody else's.
+        """
         self._num_leased -= 1
         segment.disclaim()
-        if segment.is_quiet and len(self._idle) < MAX_IDLE_SEGMENTS:
+        if is_whole and segment.is_quiet and len(self._idle) < MAX_IDLE_SEGMENTS:
             self._idle.append(segment)
         else:
             segment.close()

@@ -244,6 +244,7 @@ class WorkerPair:
         self.channels = channels
         self._group = group
         self.transports = transports.split(",")
+        self.scheduler_address = ""
         self.closing = ExitStack()  # what a test's own peers hold
         self.prefill = Process("prefill", "prefill-0", RealClock())
         self.decode = Process("decode", "decode-0", RealClock())
@@ -308,6 +309,7 @@ async def worker_pair(
     decode_engine: Engine | None = None,
     prefill_engine: Engine | None = None,
     with_prefill: bool = True,
+    with_decode: bool = True,
     survives_engine_death: bool = False,
     **decode_settings: object,
 ) -> AsyncGenerator[WorkerPair]:
@@ -320,6 +322,7 @@ async def worker_pair(
 
     async with serve(add, host="127.0.0.1", port=0, token=TOKEN, services=()) as server, asyncio.TaskGroup() as group:
         pair = WorkerPair(scheduler, channels, group)
+        pair.scheduler_address = server.address
         common: dict[str, object] = {
             "scripted": True,
             "port": 0,
@@ -331,7 +334,9 @@ async def worker_pair(
         config = DecodeConfig.model_validate({**common, **decode_settings})
         decoding = decode_engine or scripted_engine(1024)
         ends_well = suppress(EngineDied) if survives_engine_death else nullcontext()
-        running = [spawn(group, _run_decode(pair.decode, config, decoding, ends_well), name="decode-0")]
+        running: list[asyncio.Task[None]] = []
+        if with_decode:
+            running.append(spawn(group, _run_decode(pair.decode, config, decoding, ends_well), name="decode-0"))
         if with_prefill:
             prefilling = prefill_engine or scripted_engine(1024)
             prefill_config = PrefillConfig.model_validate(common)

@@ -104,6 +104,13 @@ class FakeDecode(kv_pb2_grpc.KvTransferServicer):
             view = StagingView(
                 opening.staging_path, opening.staging_bytes, transfer_id=TransferId(3), sender=Incarnation(1)
             )
+        try:
+            await self._take_frames(number, view, context)
+        finally:
+            if view is not None:
+                view.close()
+
+    async def _take_frames(self, number: int, view: StagingView | None, context: _Context) -> None:
         if self.reject_with is not None and number == 0:
             reject = kv_pb2.Reject(code=reject_to_wire(self.reject_with))
             await context.write(kv_pb2.PushDown(reject=reject))
@@ -114,7 +121,7 @@ class FakeDecode(kv_pb2_grpc.KvTransferServicer):
         while (message := await context.read()) is not aio.EOF:
             if message.HasField("frame"):
                 header = frame_header_from_wire(message.frame)
-                self._check(message.frame, view)
+                self._count(message.frame, view)
                 self.frames[number].append(header.range)
                 self.most_unacknowledged = max(self.most_unacknowledged, header.number - acked_upto)
                 if number < self.num_breaks and len(self.frames[number]) > self.break_after:
@@ -127,7 +134,7 @@ class FakeDecode(kv_pb2_grpc.KvTransferServicer):
                 acked_upto = len(self.frames[number])
                 await context.write(kv_pb2.PushDown(ack=kv_pb2.FrameAck(upto=acked_upto)))
 
-    def _check(self, frame: kv_pb2.KvFrame, view: StagingView | None) -> None:
+    def _count(self, frame: kv_pb2.KvFrame, view: StagingView | None) -> None:
         payload = frame.payload if view is None else view.part(frame.staging_offset, frame.staging_length)
         self.num_good += zlib.crc32(payload) == frame.crc32 and len(payload) > 0
 

@@ -160,16 +160,17 @@ def test_only_quiet_segments_are_used_again() -> None:
     assert first is not None
     first.take_slot(1)
     first.acknowledged(1)
-    pool.give_back(first)
+    pool.give_back(first, is_whole=True)
     again = pool.lease(TransferId(8), SENDER)
     assert again is first
     first.take_slot(1)
-    pool.give_back(first)
+    pool.give_back(first, is_whole=True)
     other = pool.lease(TRANSFER, SENDER)
 
     assert (other is first, pool.num_segments) == (False, 1)
     assert other is not None
-    pool.give_back(other)
+    pool.give_back(other, is_whole=False)
+    assert 0 == pool.num_segments
     pool.close()
     assert before == (_num_mapped(), _open_files())
 
@@ -183,7 +184,7 @@ def test_segments_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [True, True, True, False] == [segment is not None for segment in leased]
     for segment in leased:
         if segment is not None:
-            pool.give_back(segment)
+            pool.give_back(segment, is_whole=True)
 
     assert 2 == pool.num_segments
     pool.close()
