@@ -47,6 +47,8 @@ class FleetView:
         for role in (Role.PREFILL, Role.DECODE):
             if not any(service.ready for service in status.services if service.role == role.value):
                 return False, f"no {role.value} worker is ready"
+        if not status.max_request_tokens:
+            return False, "no prefill worker has the KV layout of a decode worker"
         return True, ""
 
     async def status(self) -> FleetStatus | None:

@@ -85,6 +85,7 @@ class WorkerSessions:
             worker.change(WorkerChange.STARTED_DRAINING)
         self._lives.emit(WelcomeWorker(session=event.session))
         self._lives.emit(Noted(what="worker connected", worker_id=worker.worker_id))
+        self._note_unlike(worker)
 
     def inventory(self, event: InventoryTold, now: float) -> None:
         worker = self._heard(event.session, now)
@@ -110,6 +111,15 @@ class WorkerSessions:
                 # Its Reserve was answered and it holds it no more: the attempt is over, whatever ended it.
                 self._attempt_failed(worker, key, worker_lost(worker), now)
         self._settle_worker(worker, now)
+
+    def _note_unlike(self, worker: Worker) -> None:
+        """A pair with unlike KV layouts or numerics is never used: told here, once, and not by failing requests."""
+        other_role = Role.DECODE if worker.facts.role is Role.PREFILL else Role.PREFILL
+        for other in self._fleet.of_role(other_role):
+            if other.is_expected and other.facts.layout != worker.facts.layout:
+                self._lives.emit(Refused(kind="unlike_layout"))
+                reason = f"never paired with {other.worker_id}"
+                self._lives.emit(Noted(what="unlike KV layout", worker_id=worker.worker_id, reason=reason))
 
     def _ask_back(self, worker: Worker, key: RequestKey) -> None:
         worker.owed.add(key)

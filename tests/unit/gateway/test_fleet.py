@@ -77,12 +77,16 @@ def view(scheduler: FakeScheduler, clock: JumpingClock | None = None) -> FleetVi
             replace(STATUS, services=(service("prefill"), service("decode", ready=False))),
             (False, "no decode worker is ready"),
         ),
+        (
+            replace(STATUS, max_request_tokens=0),
+            (False, "no prefill worker has the KV layout of a decode worker"),
+        ),
     ],
 )
 async def test_readiness_names_what_is_missing(
     status: FleetStatus | ServingError | None, expected: tuple[bool, str]
 ) -> None:
-    """A scheduler, Redis, and one ready worker of each kind."""
+    """A scheduler, Redis, and one ready worker of each kind, which understand each other (PDX-03)."""
     assert expected == await view(FakeScheduler(status)).readiness()
 
 
