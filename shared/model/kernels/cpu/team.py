@@ -135,11 +135,11 @@ class Team:
         self.address = -(-self._memory.ctypes.data // 64) * 64
         if _c_library().sem_init(ctypes.c_void_p(self.address + _SEMAPHORE), 0, 0):
             raise OSError("this system has no semaphores inside a process")
-        self._threads = [
+        self.threads = [
             threading.Thread(target=_help, args=(self._memory, help_until_stopped, self.address, each), daemon=True)
             for each in range(1, num_threads)
         ]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
         self._end = weakref.finalize(self, _stop, self._memory, self.address, num_threads - 1)
 
@@ -150,7 +150,7 @@ class Team:
     def close(self) -> None:
         """End the helpers and wait for them."""
         self._end()
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join()
 
 
