@@ -109,16 +109,14 @@ def multiply(
     num_rows: int | None = None,
     outputs: tuple[int, int] | None = None,
     accumulate: bool = False,
-    by: Callable[..., None] | None = None,
 ) -> NDArray[np.float32]:
-    """The product [rows, padded outputs], into `out` where given; `by` is another compiled `linear_range`."""
+    """The product [rows, padded outputs], into `out` where given."""
     rows, k = activations.x.shape
     padded = padded_outputs(weights.values.shape[0])
     if out is None:
         out = np.full((rows, padded), 7.0, np.float32)
     first, end = outputs or (0, padded)
-    (by or linear())(
-        mode,
+    linear(mode)(
         weights.packed.ctypes.data,
         k,
         activations.x.ctypes.data,
@@ -136,12 +134,12 @@ def multiply(
 
 
 @cache
-def linear() -> Callable[..., None]:
-    """`linear_range` with the mode chosen at the call: one compilation for all tests."""
+def linear(mode: int) -> Callable[..., None]:
+    """`linear_range` of one mode, compiled once for all tests."""
 
     def run(
-        mode: int, w: int, k: int, x: int, scale: int, sums: int, stride: int, out: int, out_stride: int,
-        num_rows: int, accumulate: int, first: int, end: int,
+        w: int, k: int, x: int, scale: int, sums: int, stride: int, out: int, out_stride: int, num_rows: int,
+        accumulate: int, first: int, end: int,
     ) -> None:  # fmt: skip
         linear_range(mode, (w, k, x, scale, sums, stride, out, out_stride, num_rows, accumulate, first, end))
 

@@ -3,7 +3,7 @@
 Every output of every row is summed in one fixed order that depends on nothing but k: how, the kinds say
 (`integer_products`, `float_products`). Here are the two ways through the same arithmetic, for a unit of 16 outputs:
 
-- one or two rows: weights go from memory through registers into the sums;
+- up to four rows: weights go from memory through registers into the sums;
 - more rows: tiles of rows. For each group the weights are unpacked once, to scratch in the first-level cache, and the
   rows take turns at them, a few together. The tile's sums lie beside them, [row of tile][16] float32.
 """
@@ -21,6 +21,8 @@ TILE_ROWS: Final = 64
 AHEAD: Final = 2048
 """Bytes by which few rows ask for weights before they use them: a tenth faster from memory (1024: no gain, 4096: none
 more)."""
+FEW_ROWS: Final = 4
+"""Rows for which unpacking in registers wins: a fifth at 3 and 4; beyond, their sums fill the registers."""
 BLOCKS: Final = 2
 """Vectors of eight outputs in a unit."""
 EIGHTS: Final = GROUP // 8
@@ -158,11 +160,11 @@ def emit_product(
             out_distance=emit.times(out_stride, 4),
             accumulate=accumulate,
         )
-        with emit.either(builder.icmp_signed(">", num_rows, constant(i64, 2))) as (many, few):
+        with emit.either(builder.icmp_signed(">", num_rows, constant(i64, FEW_ROWS))) as (many, few):
             with many:
                 _emit_tiles(emit, unit, num_rows)
             with few:
-                for count in (1, 2):
+                for count in range(1, FEW_ROWS + 1):
                     with emit.when(builder.icmp_signed("==", num_rows, constant(i64, count))):
                         _emit_few(emit, unit, count)
 

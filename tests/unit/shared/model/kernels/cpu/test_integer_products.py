@@ -5,6 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from shared.model.kernels.cpu.linear import Q4A8, Q4A16, Q8A16
+from shared.model.kernels.cpu.packing import pack_q4, pack_q8
 from tests.support.kernel_products import (
     INTEGER_MODES,
     Activations,
@@ -30,7 +31,7 @@ def _by_definition(weights: Weights, activations: Activations, *, has_minima: bo
     return total
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 7])
+@pytest.mark.parametrize("num_rows", [1, 4, 7])
 @pytest.mark.parametrize("mode", INTEGER_MODES.values(), ids=INTEGER_MODES.keys())
 def test_a_product_is_its_definition(mode: int, num_rows: int) -> None:
     """Bit by bit, by exact integers in numpy and the C library's fused operation."""
@@ -46,7 +47,7 @@ def test_the_largest_integers_do_not_overflow(mode: int) -> None:
     weights = make_weights(mode, 16, 64)
     limit = 127 if mode == Q8A16 else 15
     weights.codes[:] = limit
-    rows = np.ones((3, 64), np.float32)
+    rows = np.ones((6, 64), np.float32)
     rows[1] = -1
     packed = _packed(mode, weights)
     activations = prepare_rows(mode, rows)
@@ -55,8 +56,6 @@ def test_the_largest_integers_do_not_overflow(mode: int) -> None:
 
 
 def _packed(mode: int, weights: Weights) -> Weights:
-    from shared.model.kernels.cpu.packing import pack_q4, pack_q8
-
     if mode == Q8A16:
         packed = pack_q8(weights.codes.astype(np.int8), weights.scales)
     else:
@@ -76,7 +75,7 @@ def test_rounding_activations_costs_little(mode: int, tolerance: float) -> None:
     assert (np.abs(actual - expected) / size).max() < tolerance
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, 3, 6])
 @pytest.mark.parametrize("mode", INTEGER_MODES.values(), ids=INTEGER_MODES.keys())
 def test_what_is_not_finite_is_not_hidden(mode: int, num_rows: int) -> None:
     """One infinity among a row's activations makes all its outputs "not a number", and no other row's."""

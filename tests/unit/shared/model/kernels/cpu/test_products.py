@@ -51,7 +51,7 @@ def test_accumulating_adds_the_finished_sum(mode: int, num_rows: int) -> None:
 
 
 @all_modes
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 4])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 4, 5])
 def test_rows_beyond_the_count_are_not_touched(mode: int, num_rows: int) -> None:
     """Memory of a larger batch behind them stays as it is; no row at all is no work."""
     weights = make_weights(mode, NUM_OUTPUTS, K)
