@@ -77,7 +77,8 @@ def rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
     The scale of a group of 32 is its largest magnitude divided by the largest integer.
     """
-    limit = float(2 ** (bits - 1) - 1)
+    # As a tensor: torch divides a plain number by a tensor through the reciprocal, which rounds twice.
+    limit = torch.tensor(2.0 ** (bits - 1) - 1, device=rows.device)
     groups = rows.view(rows.shape[0], -1, GROUP)
     largest = groups.abs().amax(dim=-1, keepdim=True).clamp_min(_SMALLEST)
     integers = torch.round(groups * (limit / largest))

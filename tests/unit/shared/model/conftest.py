@@ -4,11 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gguf import GGMLQuantizationType
 
 from shared.model.prepare import prepare
 from shared.model.prepared import PreparedModel
 from tests.support.tiny_models import TinyModel, write_gguf, write_hf
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Matrices this small only lose by being shared out, and threads that spin lose most on a busy machine."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,105 @@
+"""Every family, from every kind of source and on both backends: the greedy answers of transformers, token for token."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from safetensors import numpy as safetensors_numpy
+
+from shared.model.kernels.cpu.model import CpuModel
+from shared.model.numerics import NumericMode
+from shared.model.prepare import prepare, prepare_mode
+from shared.model.prepared import PreparedModel
+from shared.model.torch_model import TorchModel
+from tests.support.greedy import greedy_answers
+from tests.support.tiny_models import VOCAB_SIZE, TinyModel, write_gguf, write_hf
+
+pytestmark = pytest.mark.timeout(300)  # the first run on a machine compiles the kernels
+
+LLAMA3_ROPE = {
+    "rope_theta": 500_000.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LINEAR_ROPE = {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 4.0}
+FAMILIES = {
+    "llama tied": TinyModel(),
+    "llama untied, llama3 rope": TinyModel(is_tied=False, rope=LLAMA3_ROPE, window=16_384),
+    "llama linear rope, no groups": TinyModel(num_heads=3, num_kv_heads=3, hidden_size=192, rope=LINEAR_ROPE),
+    "qwen2": TinyModel(model_type="qwen2", num_heads=6, num_kv_heads=2, is_tied=False),
+    "qwen3 tied": TinyModel(model_type="qwen3", num_heads=4, num_kv_heads=1),
+    "qwen3 heads of 128": TinyModel(model_type="qwen3", num_heads=3, num_kv_heads=1, head_dim=128, is_tied=False),
+}
+NUM_TOKENS = 16
+PROMPT_LENGTHS = (1, 15, 16, 17, 33, 65)  # around blocks of 16 and chunks of 32
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def reference(request: pytest.FixtureRequest) -> Any:
+    """The model in transformers."""
+    return FAMILIES[request.param].build()
+
+
+@pytest.fixture(scope="module")
+def prepared(reference: Any, home: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedModel:
+    """It as a prepared folder."""
+    folder = write_hf(reference, tmp_path_factory.mktemp("family") / "whole")
+    return PreparedModel.load(prepare(folder, home, lambda _: None))
+
+
+def _weights(prepared: PreparedModel) -> dict[str, bytes]:
+    loaded = cast("Any", safetensors_numpy).load_file(prepared.weights_path)
+    return {name: value.tobytes() for name, value in loaded.items()}
+
+
+def test_every_source_gives_the_same_weights(
+    reference: Any, prepared: PreparedModel, home: Path, tmp_path: Path
+) -> None:
+    """One file, shards, and GGUF, whose names and order of rows are others; and the same rotary positions."""
+    sharded = write_hf(reference, tmp_path / "sharded", max_shard_size="300KB")
+    gguf = write_gguf(reference, tmp_path / "whole.gguf")
+    others = [PreparedModel.load(prepare(source, home, lambda _: None)) for source in (sharded, gguf)]
+
+    assert len(list(sharded.glob("model-*.safetensors"))) > 1
+    for other in others:
+        assert _weights(other) == _weights(prepared)
+        assert (prepared.window, prepared.eos_ids) == (other.window, other.eos_ids)
+
+
+@pytest.mark.parametrize("source", ["folder", "gguf"])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_greedy_answers_are_those_of_transformers(
+    reference: Any, prepared: PreparedModel, backend: str, source: str, home: Path, tmp_path: Path
+) -> None:
+    """Prompts around the borders of blocks and chunks, all answers in one batch, in float32."""
+    if source == "gguf":
+        prepared = PreparedModel.load(prepare(write_gguf(reference, tmp_path / "m.gguf"), home, lambda _: None))
+    if backend == "cpu":
+        prepare_mode(prepared, NumericMode.F32, home, lambda _: None)
+        model = CpuModel.load(prepared, NumericMode.F32, 1)
+    else:
+        model = TorchModel.load(prepared, NumericMode.F32, num_threads=1)
+    random = np.random.default_rng(2)
+    prompts: list[list[int]] = [random.integers(0, VOCAB_SIZE, length).tolist() for length in PROMPT_LENGTHS]
+
+    assert [_generate(reference, prompt) for prompt in prompts] == greedy_answers(model, prompts, NUM_TOKENS, chunk=32)
+
+
+def _generate(reference: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        output = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=NUM_TOKENS,
+            max_new_tokens=NUM_TOKENS,
+            eos_token_id=VOCAB_SIZE,  # none: answers of one length
+            pad_token_id=0,
+        )
+    return output[0, len(prompt) :].tolist()
