@@ -180,3 +180,28 @@ async def test_several_turns_and_a_system_message_streamed(model_cluster: Cluste
 
     answer = await ask(model_cluster.port, greedy(messages))
     assert record.text == answer["choices"][0]["message"]["content"] != ""
+
+
+async def test_a_warm_answer_is_the_cold_one(model_cluster: Cluster) -> None:
+    """Behind cached blocks, whole or in part, a token's probabilities are the same to the last bit; each start counted."""
+    words = "Read this with care, please, and answer in one sentence: it is a text about an old house by a river. "
+    words += "The river ran past the mill, and nobody who lived there could say how old the wheel was. " * 12
+    longer, other = words + "What is this about?", words + "Name three colours, and a river in Asia."
+
+    async def asked(content: str, salt: str) -> tuple[int, int, object]:
+        body = greedy([{"role": "user", "content": content}], 12)
+        answer = await ask(model_cluster.port, {**body, "logprobs": True, "top_logprobs": 3, "cache_salt": salt})
+        assert 12 == len(answer["choices"][0]["logprobs"]["content"])
+        usage = answer["usage"]
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], answer["choices"]
+
+    total, cold, expected = await asked(longer, "a")
+    _, warm, again = await asked(longer, "a")
+    other_total, other_cold, other_expected = await asked(other, "b")
+    _, in_part, other_again = await asked(other, "a")
+
+    assert (0, (total - 1) // 16 * 16, 0) == (cold, warm, other_cold)
+    assert 0 < in_part < other_total - 16
+    assert 0 != in_part % 64, "the first chunk behind the cached blocks is a whole one: the words must be others"
+    assert expected == again
+    assert other_expected == other_again
