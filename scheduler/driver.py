@@ -33,6 +33,7 @@ from scheduler.messages import (
     ReleaseJob,
     RequestEnded,
     RequestReleased,
+    RequestRequeued,
     RequeuedTold,
     ReserveJob,
     Resign,
@@ -213,7 +214,7 @@ class Driver:
             case RewriteRecords():
                 if not self._rewrites.try_put(effect):
                     self.step(StateRewritten(outcomes=frozenset(), is_complete=False))
-            case RequestEnded() | RequestReleased() | Refused() | Noted() | Resign():
+            case RequestEnded() | RequestReleased() | RequestRequeued() | Refused() | Noted() | Resign():
                 self._perform_note(effect)
             case _:
                 assert_never(effect)
@@ -249,7 +250,9 @@ class Driver:
             channel.close()
             self.step(SessionClosed(session=effect.session))
 
-    def _perform_note(self, effect: RequestEnded | RequestReleased | Refused | Noted | Resign) -> None:
+    def _perform_note(
+        self, effect: RequestEnded | RequestReleased | RequestRequeued | Refused | Noted | Resign
+    ) -> None:
         match effect:
             case RequestEnded():
                 self._metrics.requests_total.add(effect.record.state.value)
@@ -260,6 +263,10 @@ class Driver:
                 releases = self._releases.get(effect.request_id)
                 if releases is not None:
                     releases.event.set()
+            case RequestRequeued():
+                self._metrics.requeues_total.add(effect.reason)
+                key = effect.key
+                self._log.info("requeued", request_id=key.request_id, attempt=key.attempt, reason=effect.reason)
             case Refused():
                 self._metrics.refused_total.add(effect.kind)
             case Noted():

@@ -24,6 +24,7 @@ from scheduler.messages import (
     ReleaseJob,
     RequestEnded,
     RequestReleased,
+    RequestRequeued,
     RequeuedTold,
     ReserveJob,
     StreamId,
@@ -161,8 +162,10 @@ class Lives:
                     if entry.is_written:
                         self.tell_queued(entry)
                 case events.TellRequeued():
-                    reason = entry.record.requeue_reason
-                    self.emit(Noted(what="requeued", request_id=entry.request_id, reason=reason))
+                    record = entry.record
+                    if record.awaits_delivered is not None:
+                        key = RequestKey(record.request_id, record.awaits_delivered)
+                        self.emit(RequestRequeued(key=key, reason=record.requeue_reason))
                     self.tell_requeued(entry)
                 case events.TellPlaced():
                     self.tell_placed(entry)

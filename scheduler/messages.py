@@ -390,6 +390,14 @@ class RequestReleased:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRequeued:
+    """An attempt was closed and another follows: count it, log it."""
+
+    key: RequestKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     """An input was dropped or a request not admitted; `kind` is a counter's label."""
 
@@ -425,6 +433,7 @@ CoreEffect: TypeAlias = (
     | RewriteRecords
     | RequestEnded
     | RequestReleased
+    | RequestRequeued
     | Refused
     | Noted
     | Resign

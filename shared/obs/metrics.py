@@ -31,6 +31,7 @@ ACTIVE_STREAMS = "firsttoken_active_streams"
 OUTBOX_TOKENS = "firsttoken_outbox_tokens"
 PREFIX_CACHE_TOKENS_TOTAL = "firsttoken_prefix_cache_tokens_total"
 PREFIX_CACHE_EVICTIONS_TOTAL = "firsttoken_prefix_cache_evictions_total"
+REQUEUES_TOTAL = "firsttoken_requeues_total"
 PREEMPTIONS_TOTAL = "firsttoken_preemptions_total"
 REPLAYED_TOKENS_TOTAL = "firsttoken_replayed_tokens_total"
 SEQUENCES = "firsttoken_sequences"
@@ -141,6 +142,10 @@ class Metrics:
         self._prefix_cache_evictions = Counter(
             meter.create_counter(PREFIX_CACHE_EVICTIONS_TOTAL, description="Cached blocks that gave way to new ones"),
             of_role,
+        )
+        self.requeues_total = LabelledCounter(
+            meter.create_counter(REQUEUES_TOTAL, description="Attempts that were closed and followed by another"),
+            "reason",
         )
         self.preemptions_total = LabelledCounter(
             meter.create_counter(PREEMPTIONS_TOTAL, description="Sequences that left and are replayed later"), "cause"

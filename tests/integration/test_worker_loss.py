@@ -1,4 +1,7 @@
-"""Workers that die, stall or come back: errors within ten seconds, blocks of the other side freed, no lasting harm."""
+"""The only worker of a role dies, stalls or comes back: requests wait for its next start, and no harm lasts.
+
+What happens where another worker can take over is in test_failover.py.
+"""
 
 import asyncio
 import os
@@ -63,17 +66,16 @@ async def wait_served_again(cluster: Cluster, role: str, old: Service) -> None:
     assert script.text() == (await stream_chat(cluster.port, script.body())).text
 
 
-async def ends_with_error(stream: HttpStream, record: ChatRecord | None = None) -> ChatRecord:
-    """Reads to the end, which must be an error event and come in time."""
-    async with asyncio.timeout(ERROR_WITHIN_S):
-        record = await collect(stream, record=record)
-    assert record.error is not None, f"ended with {record.finish_reason}"
-    assert "worker_lost" == record.error["code"]
-    return record
+async def goes_on(stream: HttpStream, record: ChatRecord) -> None:
+    """More text comes, of a worker that was not there before, and it is the right one."""
+    async with asyncio.timeout(BACK_WITHIN_S):
+        await collect(stream, record=record, until_deltas=len(record.deltas) + 20)
+    assert None is record.error
+    assert long_decode().text(len(record.deltas)) == record.text
 
 
 async def test_decode_worker_killed(fragile: Cluster) -> None:
-    """Streams in decoding and one in prefill: each ends with an error event in time; readiness tells the truth."""
+    """Streams in decoding and one in prefill: each goes on at the next start; readiness tells the truth meanwhile."""
     async with AsyncExitStack() as stack:
         decoding = [await stack.enter_async_context(live(fragile, long_decode())) for _ in range(3)]
         records = [await collect(stream, until_deltas=2) for stream in decoding]
@@ -85,41 +87,42 @@ async def test_decode_worker_killed(fragile: Cluster) -> None:
             group.create_task(
                 eventually(lambda: readyz(fragile), lambda s: s == 503, within_s=ERROR_WITHIN_S, what="not ready")
             )
-            group.create_task(ends_with_error(prefilling))
             for stream, record in zip(decoding, records, strict=True):
-                group.create_task(ends_with_error(stream, record))
-    for record in records:
-        assert long_decode().text(len(record.deltas)) == record.text
+                group.create_task(goes_on(stream, record))
+        await wait_for_state(fragile, "prefilling")
+        for stream in (prefilling, *decoding):
+            stream.cut()
     await wait_served_again(fragile, "decode", old)
 
 
 async def test_prefill_worker_killed(fragile: Cluster) -> None:
-    """PDX-04: half-way through a prompt; the queued one behind it too or it is served later; decoding goes on unharmed."""
+    """PDX-04: half-way through a prompt: it begins anew at the next start; decoding is not touched."""
     going_on = counting(150, step_ms=20)
     async with live(fragile, going_on) as decoding, live(fragile, PREFILLING) as prefilling:
         record = await collect(decoding, until_deltas=2)
         await wait_for_state(fragile, "prefilling")
         old = await the(fragile, "prefill")
         os.kill(old.live_pid, signal.SIGKILL)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(ends_with_error(prefilling))
-            group.create_task(collect(decoding, record=record))
+        await collect(decoding, record=record)
+        await wait_served_again(fragile, "prefill", old)
+        await wait_for_state(fragile, "prefilling")
+        prefilling.cut()
     assert going_on.text() == record.text
     assert "stop" == record.finish_reason
-    await wait_served_again(fragile, "prefill", old)
 
 
 async def test_a_whole_answer_whose_worker_dies(fragile: Cluster) -> None:
-    """A client without a stream gets a 503 with an error object, never an empty or half 200."""
+    """A client without a stream gets the whole text, however often it was begun."""
+    script = counting(100, step_ms=20)
     old = await the(fragile, "decode")
     async with asyncio.TaskGroup() as group:
-        asking = group.create_task(exchange(fragile.port, "POST", CHAT_PATH, body=long_decode().body()))
+        asking = group.create_task(exchange(fragile.port, "POST", CHAT_PATH, body=script.body()))
         await wait_for_state(fragile, "decoding")
         os.kill(old.live_pid, signal.SIGKILL)
 
     answer = asking.result()
-    assert 503 == answer.status, answer.body[:200]
-    assert "worker_lost" == answer.json()["error"]["code"]
+    assert 200 == answer.status, answer.body[:200]
+    assert script.text() == answer.json()["choices"][0]["message"]["content"]
     await wait_served_again(fragile, "decode", old)
 
 
@@ -137,16 +140,19 @@ async def test_prefill_restarted_again_and_again(fragile: Cluster) -> None:
 
 
 async def test_a_frozen_decode_worker(fragile: Cluster) -> None:
-    """SIGSTOP: its streams fail in time; when it wakes up it is fenced, takes part again and holds nothing old."""
+    """SIGSTOP: its streams wait; when it wakes up it is fenced, holds nothing old, and its streams go on there."""
     old = await the(fragile, "decode")
     async with live(fragile, long_decode()) as stream:
         record = await collect(stream, until_deltas=2)
         os.kill(old.live_pid, signal.SIGSTOP)
         try:
-            await ends_with_error(stream, record)
-            assert 503 == await readyz(fragile)
+            await eventually(
+                lambda: readyz(fragile), lambda s: s == 503, within_s=ERROR_WITHIN_S, what="the worker is given up"
+            )
         finally:
             os.kill(old.live_pid, signal.SIGCONT)
+        await goes_on(stream, record)
+        stream.cut()
     await fragile.wait_ready(within_s=BACK_WITHIN_S)
     script = counting(5)
     assert script.text() == (await stream_chat(fragile.port, script.body())).text
@@ -208,19 +214,14 @@ async def test_gateway_killed(fragile: Cluster) -> None:
     await wait_served_again(fragile, "gateway", old)
 
 
-async def exact_or_lost(cluster: Cluster, script: Script) -> bool:
-    """Whether the answer was complete: if not, it is a beginning of the right text and then the error of a lost worker."""
+async def exact(cluster: Cluster, script: Script) -> None:
+    """The answer is whole."""
     record = await stream_chat(cluster.port, script.body())
-    if record.error is None:
-        assert script.text() == record.text
-        return True
-    assert record.error["code"] in ("worker_lost", "kv_transfer_failed"), record.error
-    assert script.text().startswith(record.text)
-    return False
+    assert (script.text(), None) == (record.text, record.error)
 
 
 async def test_one_of_two_workers_dies_under_load() -> None:
-    """With two workers a role, each role loses one in turn: the others' streams are exact, new requests are served."""
+    """With two workers a role, each role loses one in turn: all streams are exact, new requests are served."""
     with ClusterPlan().scripted().prefill(2).decode(2).start() as cluster:
         await ask(cluster.port, counting(3).body())
         baseline = await leaks.capture(cluster)
@@ -228,12 +229,12 @@ async def test_one_of_two_workers_dies_under_load() -> None:
             victim = (await cluster.wait_ready()).of_role(role)[0]
             scripts = [counting(60 + i, step_ms=20, prefill_ms=200) for i in range(16)]
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(exact_or_lost(cluster, script)) for script in scripts]
+                for script in scripts:
+                    group.create_task(exact(cluster, script))
                 await wait_for_state(cluster, "decoding", 2)
                 os.kill(victim.live_pid, signal.SIGKILL)
-                late = [group.create_task(exact_or_lost(cluster, script)) for script in scripts[:4]]
-            assert any(task.result() for task in tasks), "every stream failed, though one worker lived"
-            assert any(task.result() for task in late), "nothing was served beside the dead worker"
+                for script in scripts[:4]:
+                    group.create_task(exact(cluster, script))
         await cluster.wait_ready(within_s=BACK_WITHIN_S)
         await leaks.assert_no_leaks(cluster, baseline)
 
@@ -246,11 +247,15 @@ def stalling_system() -> Generator[Cluster]:
 
 
 async def test_a_stalled_engine(stalling_system: Cluster) -> None:
-    """OPS-02: heartbeats go on but no step ends: the stream fails, readiness says so; after the step it is used again."""
+    """OPS-02: heartbeats go on but no step ends: readiness says so. The request that does it each time fails at last."""
     cluster = stalling_system
     async with live(cluster, counting(5, step_ms=6_000)) as stream:
-        await ends_with_error(stream)
-        assert 503 == await readyz(cluster)
+        async with asyncio.timeout(2 * BACK_WITHIN_S), asyncio.TaskGroup() as group:
+            group.create_task(
+                eventually(lambda: readyz(cluster), lambda s: s == 503, within_s=ERROR_WITHIN_S, what="not ready")
+            )
+            ending = group.create_task(collect(stream))
+        assert "worker_lost" == (ending.result().error or {})["code"]
     await cluster.wait_ready(within_s=BACK_WITHIN_S)
     script = counting(5)
     assert script.text() == (await stream_chat(cluster.port, script.body())).text

@@ -39,6 +39,7 @@ from scheduler.messages import (
     ReportTold,
     RequestEnded,
     RequestReleased,
+    RequestRequeued,
     RequeuedTold,
     ReservedTold,
     ReserveJob,
@@ -260,6 +261,8 @@ class Runner:
             case RequestReleased():
                 after = "" if effect.cancel_release_s is None else f" after {effect.cancel_release_s:g} s"
                 return f"released {effect.request_id}{after}"
+            case RequestRequeued():
+                return f"requeued {effect.key} {effect.reason}"
             case WelcomeWorker() | AckEvents() | CloseSession():
                 rest = f" {effect.upto}" if isinstance(effect, AckEvents) else ""
                 rest = f" ({effect.reason})" if isinstance(effect, CloseSession) else rest

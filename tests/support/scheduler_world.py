@@ -34,6 +34,7 @@ from scheduler.messages import (
     ReportTold,
     RequestEnded,
     RequestReleased,
+    RequestRequeued,
     RequeuedTold,
     ReservedTold,
     ReserveJob,
@@ -221,7 +222,7 @@ class World:
                 self.released.append(effect.request_id)
             case Refused():
                 assert effect.kind not in ("illegal_event", "old_session"), effect.kind
-            case Noted():
+            case Noted() | RequestRequeued():
                 pass
             case Resign():
                 raise AssertionError(effect)

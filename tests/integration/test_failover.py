@@ -1,0 +1,172 @@
+"""Answers outlive the workers that make them: killed or short of blocks, the client reads on as if nothing had been."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import AsyncExitStack
+
+import pytest
+
+from tests.support import leaks
+from tests.support.cancelling import live, outcomes, wait_for_state, wait_outcomes
+from tests.support.chat import CHAT_PATH, ChatRecord, ask, collect, stream_chat
+from tests.support.cluster import Cluster, ClusterPlan
+from tests.support.http_client import open_request
+from tests.support.script import Script, counting, padded
+
+ANSWER_WITHIN_S = 60.0
+BACK_WITHIN_S = 30.0
+USAGE = {"stream_options": {"include_usage": True}}
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def pairs_system() -> Generator[Cluster]:
+    """Two workers a role."""
+    with ClusterPlan().scripted().prefill(2).decode(2).start() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def pairs(pairs_system: Cluster) -> AsyncGenerator[Cluster]:
+    """Ready and warm before each test; whole and without leaks after it."""
+    await pairs_system.wait_ready(within_s=BACK_WITHIN_S)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(ask(pairs_system.port, counting(3).body()))
+    baseline = await leaks.capture(pairs_system)
+    yield pairs_system
+    await pairs_system.wait_ready(within_s=BACK_WITHIN_S)
+    await leaks.assert_no_leaks(pairs_system, baseline)
+
+
+async def kill_one(cluster: Cluster, role: str) -> None:
+    """SIGKILL to the first of its role."""
+    victim = (await cluster.status()).of_role(role)[0]
+    os.kill(victim.live_pid, signal.SIGKILL)
+
+
+def check(script: Script, record: ChatRecord) -> None:
+    """Every token once and in order; the counts are the client's own, whatever was computed twice."""
+    assert None is record.error
+    assert (script.text(), "stop") == (record.text, record.finish_reason)
+    usage = record.usage or {}
+    assert (script.num_prompt_tokens, script.num_pieces + 1) == (usage["prompt_tokens"], usage["completion_tokens"])
+
+
+async def num_requeued(cluster: Cluster, reason: str) -> int:
+    """Attempts that were closed and followed by another."""
+    scheduler = (await cluster.status()).one("scheduler")
+    return int((await cluster.metrics(scheduler)).total("firsttoken_requeues_total", reason=reason))
+
+
+async def test_a_decode_worker_dies_in_mid_answer(pairs: Cluster) -> None:
+    """Of several streams, on both workers: all go on, token for token, with one outcome each."""
+    before, requeued = await outcomes(pairs), await num_requeued(pairs, "worker_lost")
+    scripts = [counting(150 + number, step_ms=20) for number in range(8)]
+    async with AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(live(pairs, script, **USAGE)) for script in scripts]
+        records = [await collect(stream, until_deltas=3) for stream in streams]
+        await kill_one(pairs, "decode")
+        async with asyncio.timeout(ANSWER_WITHIN_S), asyncio.TaskGroup() as group:
+            for stream, record in zip(streams, records, strict=True):
+                group.create_task(collect(stream, record=record))
+    for script, record in zip(scripts, records, strict=True):
+        check(script, record)
+    await wait_outcomes(pairs, before, finished=len(scripts))
+    assert requeued < await num_requeued(pairs, "worker_lost")
+
+
+async def test_a_prefill_worker_dies_in_mid_prompt(pairs: Cluster) -> None:
+    """The prompts that it computed are computed by the other one; nobody's answer is touched."""
+    before, requeued = await outcomes(pairs), await num_requeued(pairs, "worker_lost")
+    decoding = counting(250, step_ms=20)
+    prompts = [
+        padded([*(f"w{i} " for i in range(20)), "x"], num_prompt_tokens=1_200 + number, prefill_ms=2_000)
+        for number in range(4)
+    ]
+    async with asyncio.timeout(ANSWER_WITHIN_S), AsyncExitStack() as stack:
+        running = await stack.enter_async_context(live(pairs, decoding, **USAGE))
+        record = await collect(running, until_deltas=2)
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(stream_chat(pairs.port, script.body(**USAGE))) for script in prompts]
+            await wait_for_state(pairs, "prefilling", 2)
+            await kill_one(pairs, "prefill")
+            group.create_task(collect(running, record=record))
+    check(decoding, record)
+    for script, task in zip(prompts, asked, strict=True):
+        check(script, task.result())
+    await wait_outcomes(pairs, before, finished=len(prompts) + 1)
+    assert requeued < await num_requeued(pairs, "worker_lost")
+
+
+async def test_whole_answers_and_stop_strings_outlive_a_worker(pairs: Cluster) -> None:
+    """A stop string that began before the loss is complete after it; a whole answer has one body."""
+    whole = counting(120, step_ms=20)
+    stopped = Script(pieces=["a", "#", "#", *["-"] * 100, "#", "#", "#", *["b"] * 50], step_ms=20)
+    async with asyncio.timeout(ANSWER_WITHIN_S), asyncio.TaskGroup() as group:
+        answers = [group.create_task(ask(pairs.port, whole.body())) for _ in range(3)]
+        stops = [group.create_task(stream_chat(pairs.port, stopped.body(stop=["###"]))) for _ in range(3)]
+        await wait_for_state(pairs, "decoding", 6)
+        await kill_one(pairs, "decode")
+    for answer in answers:
+        assert whole.text() == answer.result()["choices"][0]["message"]["content"]
+    for stop in stops:
+        assert ("a##" + "-" * 100, "stop") == (stop.result().text, stop.result().finish_reason)
+
+
+async def test_a_slow_reader_over_a_loss(pairs: Cluster) -> None:
+    """It has not read what was made before the loss; it reads everything once, in the end."""
+    script = Script(pieces=[f"{i:05d}" * 400 for i in range(20)], repeat=30, step_ms=5)
+    async with open_request(
+        pairs.port, "POST", CHAT_PATH, body={**script.body(**USAGE), "stream": True}, receive_buffer=4096
+    ) as stream:
+        await wait_for_state(pairs, "decoding")
+        async with asyncio.TaskGroup() as group:  # others show when the workers have moved on
+            for _ in range(4):
+                group.create_task(stream_chat(pairs.port, counting(50, step_ms=5).body()))
+        for role in ("decode", "decode"):
+            await kill_one(pairs, role)
+            await pairs.wait_ready(within_s=BACK_WITHIN_S)
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            record = await collect(stream)
+    check(script, record)
+
+
+async def test_cancelled_while_it_changes_workers(pairs: Cluster) -> None:
+    """Clients leave in the second in which a worker is lost: cancelled once, and everything is given back."""
+    before = await outcomes(pairs)
+    async with AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(live(pairs, counting(500, step_ms=20))) for _ in range(8)]
+        for stream in streams:
+            await collect(stream, until_deltas=2)
+        await kill_one(pairs, "decode")
+        for stream in streams:
+            stream.cut()
+            await asyncio.sleep(0.05)  # spread over the loss, which is the point
+    await wait_outcomes(pairs, before, cancelled=len(streams))
+
+
+@pytest.fixture
+def small_system() -> Generator[Cluster]:
+    """A decode pool far below what the streams come to."""
+    with ClusterPlan().scripted().setting("kv_pool_mib", 1).start() as cluster:
+        yield cluster
+
+
+async def test_more_streams_than_the_pool_can_hold(small_system: Cluster) -> None:
+    """Some are preempted, all go on, none shows it."""
+    cluster = small_system
+    await ask(cluster.port, counting(3).body())
+    baseline = await leaks.capture(cluster)
+    scripts: Sequence[Script] = [
+        padded([f"{number}-{i} " for i in range(100)], num_prompt_tokens=1_300, repeat=6, step_ms=1)
+        for number in range(20)
+    ]
+    async with asyncio.timeout(2 * ANSWER_WITHIN_S), asyncio.TaskGroup() as group:
+        asked = [group.create_task(stream_chat(cluster.port, script.body(**USAGE))) for script in scripts]
+    for script, task in zip(scripts, asked, strict=True):
+        check(script, task.result())
+    assert await num_requeued(cluster, "preempted") > 0
+    await leaks.assert_no_leaks(cluster, baseline)
