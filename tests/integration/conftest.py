@@ -32,3 +32,36 @@ async def cluster(scripted_system: Cluster) -> AsyncGenerator[Cluster]:
     baseline = await leaks.capture(scripted_system)
     yield scripted_system
     await leaks.assert_no_leaks(scripted_system, baseline)
+
+
+@pytest.fixture(scope="session")
+def grpc_system() -> Generator[Cluster]:
+    """As the shared one, but KV goes by grpc: what workers on two hosts would do."""
+    with ClusterPlan().scripted().setting("transports", "grpc").start() as cluster:
+        asyncio.run(warm_up(cluster))
+        yield cluster
+
+
+@pytest.fixture(params=["shm", "grpc"])
+def system_by(request: pytest.FixtureRequest) -> tuple[str, Cluster]:
+    """A transport, and the system whose KV goes by it."""
+    name = "grpc_system" if request.param == "grpc" else "scripted_system"
+    return request.param, request.getfixturevalue(name)
+
+
+@pytest.fixture
+async def either(system_by: tuple[str, Cluster]) -> AsyncGenerator[Cluster]:
+    """The system by each transport; after the test that is how its KV has gone, and nothing has leaked."""
+    transport, system = system_by
+    baseline = await leaks.capture(system)
+    before = await sent_bytes(system)
+    yield system
+    await leaks.assert_no_leaks(system, baseline)
+    after = await sent_bytes(system)
+    assert [transport] == [name for name, count in after.items() if count > before.get(name, 0)]
+
+
+async def sent_bytes(cluster: Cluster) -> dict[str, float]:
+    """Bytes of KV by transport, by the only prefill worker's word."""
+    (scraped,) = await cluster.role_metrics("prefill")
+    return {sample.labels["transport"]: sample.value for sample in scraped.all("firsttoken_kv_transfer_bytes_total")}

@@ -172,27 +172,27 @@ def crowd_member(number: int) -> tuple[Script, dict[str, Any], str]:
     if number % 3 == 0:
         script = Script(pieces=cut_at_random(f"{number}:{CORPUS}", rng), step_ms=rng.choice([0, 2]))
         return script, {}, script.text()
-    if number % 3 == 1:
-        script = Script(pieces=[*words, "<en", "d>", "never "])
+    if number % 3 == 1:  # takes its time in prefill, so that others can share the steps
+        script = Script(pieces=[*words, "<en", "d>", "never "], prefill_ms=20)
         return script, {"stop": ["<end>"]}, "".join(words)
-    script = Script(pieces=words, step_ms=1, eos=False)
+    script = Script(pieces=words, prefill_ms=20, step_ms=1, eos=False)
     return script, {"max_tokens": 2 * len(words)}, "".join(words) * 2
 
 
-async def test_a_hundred_streams_at_once(cluster: Cluster) -> None:
+async def test_a_hundred_streams_at_once(either: Cluster) -> None:
     """Every text exact; several requests share a step in both roles; (by the fixture) every count idle afterwards."""
     members = [crowd_member(number) for number in range(100)]
-    before = {role: await cluster.role_metrics(role) for role in ("prefill", "decode")}
+    before = {role: await either.role_metrics(role) for role in ("prefill", "decode")}
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(stream_chat(cluster.port, script.body(**options))) for script, options, _ in members]
+        tasks = [group.create_task(stream_chat(either.port, script.body(**options))) for script, options, _ in members]
 
     records: list[ChatRecord] = [task.result() for task in tasks]
     assert [text for _, _, text in members] == [record.text for record in records]
     assert 100 == len({record.request_id for record in records})
     name = "firsttoken_step_sequences"
     for role, (earlier,) in before.items():
-        (now,) = await cluster.role_metrics(role)
+        (now,) = await either.role_metrics(role)
         assert now.above(name, 1.0) > earlier.above(name, 1.0), f"no {role} step with more than one sequence"
 
 

@@ -20,13 +20,13 @@ def script_of(num_prompt_tokens: int) -> Script:
 
 
 @pytest.mark.parametrize("offset", [-1, 0, 1])
-async def test_prompt_lengths(cluster: Cluster, offset: int) -> None:
+async def test_prompt_lengths(either: Cluster, offset: int) -> None:
     """One less, equal and one more than k blocks, chunks and budgets: exact text, and the prompt counted exactly."""
     lengths = sorted({multiple + offset for multiple in MULTIPLES})
     assert lengths[0] >= SHORTEST_PROMPT
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(stream_chat(cluster.port, script_of(length).body(stream_options={"include_usage": True})))
+            group.create_task(stream_chat(either.port, script_of(length).body(stream_options={"include_usage": True})))
             for length in lengths
         ]
     for length, task in zip(lengths, tasks, strict=True):
@@ -36,11 +36,11 @@ async def test_prompt_lengths(cluster: Cluster, offset: int) -> None:
         assert length == record.usage["prompt_tokens"]
 
 
-async def test_answers_that_end_at_a_border(cluster: Cluster) -> None:
+async def test_answers_that_end_at_a_border(either: Cluster) -> None:
     """With a prompt of whole blocks: the last token in the first, the last and no slot of a block."""
     script = padded(["a ", "b"], num_prompt_tokens=8 * BLOCK, eos=False)
     for max_tokens in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1):
-        record = await stream_chat(cluster.port, script.body(max_tokens=max_tokens))
+        record = await stream_chat(either.port, script.body(max_tokens=max_tokens))
 
         assert replace(script, repeat=BLOCK + 1).text(max_tokens) == record.text
         assert "length" == record.finish_reason
