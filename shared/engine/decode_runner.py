@@ -14,9 +14,10 @@ from shared.engine.executor import DecodeRow, Executor, SampledToken, SequenceFa
 from shared.engine.step_guard import StepGuard
 from shared.kv.block_table import BlockTable
 
-# Replayed tokens a step, all sequences together. A step over 16 rows of the default model grows by less than its own
-# length, so the others see a pause below two steps; an answer of 1,000 tokens is back after 32 steps.
-MAX_REPLAY_TOKENS = 32
+# Replayed tokens a step, all sequences together: each costs what a row costs, so a step over 16 rows at most doubles.
+# Where nobody waits for a token, as many as a prefill chunk has; beyond that a step only gets longer, not cheaper.
+MAX_REPLAY_TOKENS = 16
+MAX_REPLAY_TOKENS_ALONE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +108,11 @@ class _Running:
         # The last output token is fed only to get the next one.
         num_wanted = len(self.outputs) if len(self.outputs) < self.may_compute_upto else len(self.outputs) - 1
         return min(num_positions, num_wanted) - self.num_fed
+
+    @property
+    def is_replayed(self) -> bool:
+        """More than its last output token is still to be fed."""
+        return self.num_fed < len(self.outputs) - 1
 
     def row(self, num_tokens: int) -> DecodeRow:
         end = self.num_fed + num_tokens
@@ -205,12 +211,13 @@ class DecodeRunner:
         )
 
     def _next_rows(self) -> list[DecodeRow]:
-        """One a sequence that can go on. Replays share MAX_REPLAY_TOKENS, in order of joining."""
+        """One a sequence that can go on. Replays share what a step may replay, in order of joining."""
+        able = [sequence for sequence in self._running.values() if sequence.num_feedable > 0]
+        replay_left = MAX_REPLAY_TOKENS_ALONE if all(each.is_replayed for each in able) else MAX_REPLAY_TOKENS
         rows: list[DecodeRow] = []
-        replay_left = MAX_REPLAY_TOKENS
-        for sequence in self._running.values():
+        for sequence in able:
             num_tokens = sequence.num_feedable
-            if sequence.num_fed < len(sequence.outputs) - 1:
+            if sequence.is_replayed:
                 num_tokens = min(num_tokens, replay_left)
                 replay_left -= num_tokens
             if num_tokens > 0:

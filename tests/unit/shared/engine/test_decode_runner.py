@@ -12,6 +12,7 @@ from shared.domain.request import FinishReason, RequestSpec
 from shared.domain.sampling import SamplingParams, TokenLogprobs
 from shared.engine.decode_runner import (
     MAX_REPLAY_TOKENS,
+    MAX_REPLAY_TOKENS_ALONE,
     DecodeRunner,
     DecodeSequence,
     DecodeStep,
@@ -278,7 +279,7 @@ def _continued(name: str, num_outputs: int, *, num_blocks: int = 30, upto: int =
 
 
 def test_a_continued_answer_is_replayed_beside_the_others() -> None:
-    """32 tokens a step without a result, then the rest with the next token; the other gets a token each step."""
+    """16 tokens a step without a result, then the rest with the next token; the other gets a token each step."""
     executor = _Executor()
     runner = DecodeRunner(executor)
     runner.apply(_join("other"))
@@ -296,19 +297,30 @@ def test_a_continued_answer_is_replayed_beside_the_others() -> None:
 
 
 def test_replays_share_a_bound_in_order_of_joining() -> None:
-    """However many come back at once, a step grows by 32 tokens at most."""
+    """However many come back at once, a step of the others grows by 16 tokens at most."""
     executor = _Executor()
     runner = DecodeRunner(executor)
+    runner.apply(_join("other"))
     for name in ("first", "second"):
         runner.apply(_continued(name, MAX_REPLAY_TOKENS + 1))
     _step(runner)
-    assert {"first": MAX_REPLAY_TOKENS} == {name: len(fed) for name, fed in executor.fed.items()}
+    assert {"other": 1, "first": MAX_REPLAY_TOKENS} == {name: len(fed) for name, fed in executor.fed.items()}
     _step(runner)
 
     # The first is back with its last output token, which is an ordinary row.
-    assert {"first": MAX_REPLAY_TOKENS + 1, "second": MAX_REPLAY_TOKENS} == {
+    assert {"other": 2, "first": MAX_REPLAY_TOKENS + 1, "second": MAX_REPLAY_TOKENS} == {
         name: len(fed) for name, fed in executor.fed.items()
     }
+
+
+def test_a_replay_is_faster_where_nobody_waits() -> None:
+    """As many tokens as a prefill chunk; also when the only other one has no credit."""
+    executor = _Executor()
+    runner = DecodeRunner(executor)
+    runner.apply(_join("waiting", upto=1))
+    runner.apply(_continued("a", 100))
+
+    assert [MAX_REPLAY_TOKENS_ALONE, 99 - MAX_REPLAY_TOKENS_ALONE] == [_step(runner).num_replayed for _ in range(2)]
 
 
 def test_nothing_is_fed_without_a_block_for_it() -> None:
@@ -360,7 +372,7 @@ def test_an_executor_that_answers_where_it_was_not_asked_is_a_bug() -> None:
     executor = _Executor()
     executor.answers_all = True
     runner = DecodeRunner(executor)
-    runner.apply(_continued("a", MAX_REPLAY_TOKENS + 2))
+    runner.apply(_continued("a", MAX_REPLAY_TOKENS_ALONE + 2))
 
     with pytest.raises(RuntimeError, match="did not want"):
         runner.step()
