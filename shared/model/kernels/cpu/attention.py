@@ -8,7 +8,7 @@ queries it shares tiles with, and not where blocks begin or lie.
 Scratch of a thread for Q queries of head_dim D, one piece after the other, the first at a multiple of 64 bytes:
 
     queries  float32, for each group of 6, 4, 3, 2 or 1 queries [D][queries of the group]
-    lengths  int64 [Q] | key list int64 [8] | value list int64 [8] | scores float32 [6][64]
+    lengths  int64 [Q] | key list int64 [16] | value list int64 [8] | scores float32 [6][64]
     state    128 bytes [Q] | sums float32 [Q][D] | earlier float32 [Q][D]
 """
 
@@ -48,7 +48,7 @@ def tile_rows(group: int) -> int:
 def scratch_bytes(num_queries: int, head_dim: int) -> int:
     """What `attend` needs for itself."""
     vectors = 3 * num_queries * head_dim * 4
-    lists = _padded(8 * num_queries) + 2 * 8 * LIST_EIGHTS + MOST_QUERIES * SCORE_BYTES
+    lists = _padded(8 * num_queries) + 3 * 8 * LIST_EIGHTS + MOST_QUERIES * SCORE_BYTES
     return vectors + lists + STATE_BYTES * num_queries + 64
 
 
@@ -66,21 +66,17 @@ def _turn(num_left: int) -> int:
 
 @compiled
 def _list_eights(
-    keys: int, values: int, table: int, block_bytes: int, block_size: int, item_bytes: int, head_dim: int, start: int,
-    num_keys: int, key_list: int, value_list: int,
+    plane: int, table: int, block_bytes: int, block_size: int, slot_bytes: int, start: int, num_eights: int, end: int,
+    target: int,
 ) -> None:  # fmt: skip
-    """Addresses of each eight keys and values of a tile; entries beyond the last key repeat the last."""
-    key = 0
-    value = 0
-    for eight in range(LIST_EIGHTS):
+    """Addresses of each eight keys, or values, from `start` on; entries beyond the keys' `end` repeat the last."""
+    address = plane + load_word(table + 8 * ((end - 1) // block_size)) * block_bytes
+    for eight in range(num_eights):
         position = start + eight * EIGHT
-        if position < start + num_keys:
+        if position < end:
             block = load_word(table + 8 * (position // block_size)) * block_bytes
-            slot = position % block_size
-            key = keys + block + slot * item_bytes
-            value = values + block + slot * item_bytes * head_dim
-        store_word(key_list + 8 * eight, key)
-        store_word(value_list + 8 * eight, value)
+            address = plane + block + position % block_size * slot_bytes
+        store_word(target + 8 * eight, address)
 
 
 @inlined
@@ -101,7 +97,7 @@ def attend(
     item_bytes = 4 if kind == KV_FLOAT32 else 2
     lengths = scratch
     key_list = lengths + (num_queries * 8 + 63) // 64 * 64
-    value_list = key_list + 8 * LIST_EIGHTS
+    value_list = key_list + 2 * 8 * LIST_EIGHTS
     scores = value_list + 8 * LIST_EIGHTS
     state = scores + MOST_QUERIES * SCORE_BYTES
     placed = state + STATE_BYTES * num_queries
@@ -127,9 +123,13 @@ def attend(
             begin((state + query * STATE_BYTES, sums + query * row_bytes, vectors))
         for start in range(segment, min(num_keys, segment + SEGMENT_KEYS), TILE_KEYS):
             in_tile = min(TILE_KEYS, num_keys - start)
+            # A tile's keys and the next one's, which are asked for ahead.
             _list_eights(
-                keys, values, table, block_bytes, block_size, item_bytes, head_dim, start, in_tile, key_list, value_list
-            )
+                keys, table, block_bytes, block_size, item_bytes, start, 2 * LIST_EIGHTS, num_keys, key_list
+            )  # fmt: skip
+            _list_eights(
+                values, table, block_bytes, block_size, item_bytes * head_dim, start, LIST_EIGHTS, num_keys, value_list
+            )  # fmt: skip
             first = 0
             while first < num_queries:
                 turn = _turn(num_queries - first)

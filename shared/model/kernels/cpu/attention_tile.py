@@ -14,6 +14,8 @@ Queries are taken 6, 4, 3, 2 or 1 at a time, which share every load of keys and 
     earlier  [query][head_dim] float32: the same of the segments before
 
 Keys and values come by lists of addresses, one for each eight keys: [head_dim][slot] and [slot][head_dim] in the block.
+Where few queries share a tile the time goes to memory, and blocks lie anywhere: while scores are computed the tile's
+values are asked for, and while values are summed the next tile's keys.
 """
 
 from typing import Any, Final
@@ -47,6 +49,8 @@ _CORRECTION, _LANES, _BEFORE, _BEFORE_LANES = 4, 32, 64, 96  # places in a query
 _NO_KEY = -1e30  # below any score; exp of the distance to one is not quite 0, what it multiplies is
 _KEY_EIGHTS = {1: 4, 2: 4, 3: 4, 4: 2, 6: 2}  # vectors of keys at a time: eight to twelve independent chains
 _VALUE_VECTORS = {1: 4, 2: 4, 3: 4, 4: 2, 6: 2}  # vectors of a value's head_dim at a time
+_MOST_PREFETCHING = 4  # queries; six are the rows of a prompt, the first of many that share the tile
+_LINE = 64  # bytes of the cache
 
 
 class _Tile:
@@ -75,19 +79,21 @@ class _Tile:
         """Parameters as those of `attend_tile`."""
         builder = emit.builder
         num_eights = builder.udiv(emit.at(num_keys, EIGHT - 1), constant(i64, EIGHT))
-        self._scores(emit, queries, key_list, head_dim, key_stride, num_eights, scores)
+        self._scores(emit, queries, key_list, value_list, head_dim, key_stride, num_eights, scores)
         for query in range(self.num_queries):
             length = builder.sub(emit.load(i64, lengths, 8 * query), start)
             self._weights(
                 emit, length, num_eights, emit.at(state, query * STATE_BYTES), emit.at(scores, query * SCORE_BYTES)
             )
-        self._mix(emit, value_list, head_dim, num_keys, state, sums, scores)
+        next_keys = emit.at(key_list, 8 * LIST_EIGHTS)
+        self._mix(emit, value_list, next_keys, head_dim, key_stride, num_keys, state, sums, scores)
 
     def _scores(
         self,
         emit: Emitter,
         queries: Value,
         key_list: Value,
+        value_list: Value,
         head_dim: Value,
         key_stride: Value,
         num_eights: Value,
@@ -98,6 +104,8 @@ class _Tile:
         with emit.loop(turns) as turn:
             listed = emit.at(key_list, emit.times(turn, 8 * together))
             keys = [emit.load(i64, listed, 8 * each) for each in range(together)]
+            values_at = emit.at(value_list, emit.times(turn, 8 * together))
+            values = [emit.load(i64, values_at, 8 * each) for each in range(together)]
             chains = [
                 [emit.variable(f32x8, constant(f32x8, 0.0)) for _ in range(together)] for _ in range(self.num_queries)
             ]
@@ -106,6 +114,11 @@ class _Tile:
                     place = emit.at(emit.times(four, 4), each)
                     distance = emit.times(place, key_stride)
                     vectors = [load_numbers(emit, self.kind, emit.at(key, distance)) for key in keys]
+                    if self.num_queries <= _MOST_PREFETCHING:
+                        # Eight values are head_dim / 2 lines, or half as many: one at every second step.
+                        line = emit.times(builder.lshr(place, constant(i64, 1)), _LINE)
+                        for value in values[each % 2 :: 2]:
+                            emit.prefetch(emit.at(value, line))
                     query_at = emit.at(queries, emit.times(place, 4 * self.num_queries))
                     for query, chain in enumerate(chains):
                         number = emit.load_broadcast(f32, query_at, 4 * query)
@@ -150,7 +163,9 @@ class _Tile:
         self,
         emit: Emitter,
         value_list: Value,
+        next_keys: Value,
         head_dim: Value,
+        key_stride: Value,
         num_keys: Value,
         state: Value,
         sums: Value,
@@ -188,7 +203,17 @@ class _Tile:
             with emit.loop(full) as eight:
                 value = emit.at(emit.load(i64, emit.at(value_list, emit.times(eight, 8))), part_bytes)
                 weights = emit.at(scores, emit.times(eight, 32))
+                # Of 16 keys in one block each line is asked for once, by the two eights and all parts together.
+                pair = builder.and_(eight, constant(i64, ~1))
+                upcoming = emit.load(i64, emit.at(next_keys, emit.times(pair, 8)))
+                odd = builder.and_(eight, constant(i64, 1))
+                lines = together // 2  # at each key
+                first_line = emit.times(emit.at(emit.times(part, 2), odd), EIGHT * lines)
                 for key in range(EIGHT):
+                    if self.num_queries <= _MOST_PREFETCHING:
+                        for line in range(lines):
+                            number = emit.at(first_line, key * lines + line)
+                            emit.prefetch(emit.at(upcoming, emit.times(number, key_stride)))
                     add_key(emit.at(value, emit.times(value_bytes, key)), weights, 4 * key)
             last = builder.udiv(builder.sub(num_keys, constant(i64, 1)), constant(i64, EIGHT))
             value = emit.at(emit.load(i64, emit.at(value_list, emit.times(last, 8))), part_bytes)
@@ -278,6 +303,7 @@ attend_tile: Final[Any] = select_kernel(
 state, sums, scores)): adds keys start ... start + num_keys - 1 (at most 64) to the segment of each query.
 
 `kind` is the cache's type, and `queries` 6, 4, 3, 2 or 1. `lengths` are int64, the keys that each query sees, counted
-from the sequence's start. The lists of addresses have `LIST_EIGHTS` entries, each of readable memory. `key_stride` is
+from the sequence's start. The lists of addresses have `LIST_EIGHTS` entries, each of readable memory,
+and after the keys' come as many of the next tile, for prefetching. `key_stride` is
 the distance in bytes between the numbers of a key.
 """
