@@ -22,10 +22,18 @@ def default_model_dir() -> Path:
 
 
 def reference_answers(
-    model_dir: Path, prompts: Sequence[Sequence[TokenId]], max_tokens: int
+    model_dir: Path, prompts: Sequence[Sequence[TokenId]], max_tokens: int, *, repetition_penalty: float = 1.0
 ) -> list[tuple[TokenId, ...]]:
     """Each prompt's greedy answer, an end token included; computed once a run for each prompt."""
-    return [_answer(model_dir, tuple(prompt), max_tokens) for prompt in prompts]
+    return [_answer(model_dir, tuple(prompt), max_tokens, repetition_penalty) for prompt in prompts]
+
+
+def reference_logprobs(model_dir: Path, prompt: Sequence[TokenId], max_tokens: int, num_top: int) -> list[list[float]]:
+    """Log probabilities of the likeliest tokens at each place of the greedy answer, likeliest first."""
+    answer = _answer(model_dir, tuple(prompt), max_tokens, 1.0)
+    with torch.inference_mode():
+        logits = _model(model_dir)(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
+    return cast("Any", torch.log_softmax(logits.double(), dim=-1).topk(num_top).values).tolist()
 
 
 @cache
@@ -34,7 +42,9 @@ def _model(model_dir: Path) -> Any:
 
 
 @cache
-def _answer(model_dir: Path, prompt: tuple[TokenId, ...], max_tokens: int) -> tuple[TokenId, ...]:
+def _answer(
+    model_dir: Path, prompt: tuple[TokenId, ...], max_tokens: int, repetition_penalty: float
+) -> tuple[TokenId, ...]:
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         output = _model(model_dir).generate(
@@ -42,6 +52,7 @@ def _answer(model_dir: Path, prompt: tuple[TokenId, ...], max_tokens: int) -> tu
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=max_tokens,
+            repetition_penalty=repetition_penalty,
             eos_token_id=sorted(PreparedModel.load(model_dir).eos_ids),
         )
     return tuple(output[0, len(prompt) :].tolist())
@@ -64,8 +75,12 @@ class Reference:
         """The rendered conversation."""
         return self._chat.render([ChatMessage(role=each["role"], content=each["content"]) for each in messages])
 
-    def greedy(self, messages: Sequence[dict[str, str]], max_tokens: int) -> tuple[str, int]:
+    def greedy(
+        self, messages: Sequence[dict[str, str]], max_tokens: int, *, repetition_penalty: float = 1.0
+    ) -> tuple[str, int]:
         """The answer's text, by the tokenizer's own decoding, and its number of tokens, an end token included."""
-        (answer,) = reference_answers(self._model_dir, [self.prompt_ids(messages)], max_tokens)
+        (answer,) = reference_answers(
+            self._model_dir, [self.prompt_ids(messages)], max_tokens, repetition_penalty=repetition_penalty
+        )
         detokenizer = self._chat.detokenizer(())
         return detokenizer.feed(answer).text + detokenizer.flush(), len(answer)
