@@ -20,6 +20,7 @@ class Moments:
     received_at: float
     started_at: float | None = None  # blocks found, given to the engine
     computed_at: float | None = None
+    acknowledged_at: float | None = None  # token 1 and the last frame
     ended_at: float | None = None
 
 
@@ -82,7 +83,7 @@ class PrefillJob:
         phases = {
             "queue_ms": (moments.received_at, moments.started_at),
             "compute_ms": (moments.started_at, moments.computed_at),
-            "transfer_exposed_ms": (moments.computed_at, moments.ended_at),
+            "transfer_exposed_ms": (moments.computed_at, moments.acknowledged_at),
             "total_ms": (moments.received_at, moments.ended_at),
         }
         return {

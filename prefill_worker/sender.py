@@ -134,8 +134,6 @@ class TransferSenders:
         elif error is not None:
             self._service.send_failed(job, error)
         else:
-            if job.moments.computed_at is not None:
-                self._metrics.kv_transfer_exposed_seconds.record(self.now() - job.moments.computed_at)
             self._service.sent(job)
 
     # ---- what a transfer needs
@@ -146,6 +144,14 @@ class TransferSenders:
 
     def log_broken(self, job: PrefillJob, group: BaseExceptionGroup[BaseException]) -> None:
         self._log.debug("transfer broken", key=str(job.key), reason=type(_first(group)).__name__)
+
+    def note_acknowledged(self, job: PrefillJob) -> None:
+        """Decode has everything: what it took beyond the last step of prefill was not hidden by it."""
+        if job.moments.acknowledged_at is not None:  # a stream that broke at its very end was opened again
+            return
+        job.moments.acknowledged_at = self.now()
+        if job.moments.computed_at is not None:
+            self._metrics.kv_transfer_exposed_seconds.record(self.now() - job.moments.computed_at)
 
     def backoff(self) -> Backoff:
         return Backoff(initial_s=RETRY_INITIAL_S, max_s=RETRY_MAX_S, random=self._random)
@@ -386,6 +392,7 @@ class _Transfer:
                 sign_at = clock.time()
                 continue
             if job.is_computed and stream.is_acknowledged and self._is_first_token_told:
+                self._senders.note_acknowledged(job)
                 return
             # By the last sign and not by the last progress: chunks that fill no block make progress and send nothing.
             try:

@@ -55,6 +55,7 @@ def test_phases_are_measured_as_far_as_they_were_reached(job: PrefillJob) -> Non
     job.moments.started_at = 100.5
     job.moments.computed_at = 101.5
     assert job.phases_ms() == {"queue_ms": 500, "compute_ms": 1000}
-    job.moments.ended_at = 101.75
+    job.moments.acknowledged_at = 101.75
+    job.moments.ended_at = 102.0
 
-    assert job.phases_ms() == {"queue_ms": 500, "compute_ms": 1000, "transfer_exposed_ms": 250, "total_ms": 1750}
+    assert job.phases_ms() == {"queue_ms": 500, "compute_ms": 1000, "transfer_exposed_ms": 250, "total_ms": 2000}
