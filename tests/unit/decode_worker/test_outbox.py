@@ -115,6 +115,25 @@ def test_capacity_is_the_tightest_bound(max_tokens: int, max_bytes: int, has_sto
     assert expected == outbox_capacity(max_tokens=max_tokens, max_bytes=max_bytes, has_stop_strings=has_stop_strings)
 
 
+@pytest.mark.parametrize(("top_logprobs", "expected"), [(None, 252), (0, 126), (1, 63), (20, 6)])
+def test_log_probabilities_take_room(top_logprobs: int | None, expected: int) -> None:
+    """1,008 bytes: 4 a token, 4 for its own logarithm, 8 for each alternative."""
+    capacity = outbox_capacity(max_tokens=256, max_bytes=1008, has_stop_strings=False, top_logprobs=top_logprobs)
+
+    assert expected == capacity
+
+
+def test_a_continued_answer_begins_behind_what_is_delivered() -> None:
+    """Those tokens are not held: the next one has the next index, and the credit counts from there."""
+    outbox = Outbox(capacity=2, num_delivered=5)
+    assert (outbox.last_index, outbox.acked_upto, outbox.may_compute_upto) == (5, 5, 7)
+    outbox.append(6, token(1))
+
+    assert held(outbox, 6) == [1]
+    with pytest.raises(ValueError, match="has left"):
+        outbox.read(5)
+
+
 def test_a_capacity_below_one_is_refused() -> None:
     """An outbox without room would hold its sequence for ever."""
     with pytest.raises(ValueError, match="at least 1"):

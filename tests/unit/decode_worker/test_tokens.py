@@ -8,7 +8,7 @@ from decode_worker.sequence import HeldSequence, Moments
 from decode_worker.tokens import TokenStream
 from shared.domain.ids import Attempt, Epoch, RequestId, RequestKey, TokenId, TransferId
 from shared.domain.request import FinishReason, RequestSpec
-from shared.domain.sampling import SamplingParams
+from shared.domain.sampling import SamplingParams, TokenLogprobs
 from shared.engine.executor import SampledToken
 from shared.kv.block_table import BlockTable
 from shared.kv.frames import FrameReceiver
@@ -120,3 +120,20 @@ async def test_tokens_that_a_finish_took_are_not_read_again() -> None:
     (part,) = (await stream.next_batch()).sequences
 
     assert (list(part.ids), part.end.index) == ([], 2)
+
+
+async def test_log_probabilities_go_with_their_tokens() -> None:
+    """One a token where they were asked for, none at all where not."""
+    stream = TokenStream()
+    plain, asked = sequence("plain", stream, 11), sequence("asked", stream)
+    for index in (1, 2):
+        logprobs = TokenLogprobs(logprob=-0.5 * index, top=((TokenId(7), -0.5), (TokenId(8), -1.5)))
+        asked.take(index, SampledToken(token_id=TokenId(20 + index), logprobs=logprobs), None)
+    asked.touch_reader()
+    parts = {part.key.request_id: part for part in (await stream.next_batch()).sequences}
+
+    assert list(parts[plain.key.request_id].logprobs) == []
+    assert [(told.logprob, list(told.top_ids), list(told.top_logprobs)) for told in parts["asked"].logprobs] == [
+        (-0.5, [7, 8], [-0.5, -1.5]),
+        (-1.0, [7, 8], [-0.5, -1.5]),
+    ]
