@@ -48,13 +48,18 @@ class Canceller:
         """As `cancel`; a question with several answers is known to the scheduler by their ids alone, so they are asked
         for where nobody knows the question's. The answers together have released what all of them have.
         """
+        ids = [child_id(request_id, choice) for choice in range(MAX_CHOICES)]
         try:
-            return await self.cancel(request_id, reason)
+            answer = await self.cancel(request_id, reason)
+            if answer is _OWED:  # no scheduler can say which ids there are: marks for all that there may be
+                async with asyncio.TaskGroup() as group:
+                    for one in ids:
+                        spawn(group, self.leave_mark(one, reason), name=f"mark {one}")
+            return answer
         except ServingError as error:
             if error.code is not ErrorCode.REQUEST_NOT_FOUND:
                 raise
             unknown = error
-        ids = [child_id(request_id, choice) for choice in range(MAX_CHOICES)]
         async with asyncio.TaskGroup() as group:
             asking = [spawn(group, self._cancel_one(one, reason), name=f"cancel {one}") for one in ids]
         answers = [task.result() for task in asking]

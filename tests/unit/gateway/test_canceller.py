@@ -138,6 +138,15 @@ async def test_an_answer_that_cannot_be_cancelled_now_is_owed() -> None:
     assert failure == caught.value
 
 
+async def test_without_a_scheduler_all_answers_are_marked() -> None:
+    """The one that comes next knows them by their ids alone."""
+    marks = FakeMarks()
+    answer = await canceller(LinkBroken("test"), marks).cancel_answers(ID, CancelReason.DELETE)
+
+    assert (False, None) == (answer.is_released, answer.state)
+    assert {"R", *(f"R.{choice}" for choice in range(8))} == set(marks.marks)
+
+
 async def test_a_question_that_nobody_knows_is_404() -> None:
     """Neither itself nor an answer to it."""
     with pytest.raises(ServingError) as caught:
