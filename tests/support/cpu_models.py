@@ -1,5 +1,6 @@
 """Small models with random weights for the `cpu` backend, packed in memory, without a source."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,9 @@ import numpy.typing as npt
 from shared.model.config import ModelConfig, RopeConfig
 from shared.model.groups import quantised
 from shared.model.kernels.cpu.model import CpuModel
-from shared.model.kernels.cpu.packing import pack_f32, pack_q4, pack_q8
+from shared.model.kernels.cpu.packing import pack_f32, pack_q4, pack_q8, unpack_f32
 from shared.model.numerics import NumericMode, WeightFormat
+from shared.model.rope import rotary_table
 
 GROUPED = ModelConfig(
     num_layers=2,
@@ -95,3 +97,46 @@ def make_model(config: ModelConfig, mode: NumericMode, *, num_threads: int = 1, 
         num_threads=num_threads,
         max_rows=max_rows,
     )
+
+
+def exact_logits(
+    config: ModelConfig, tensors: dict[str, npt.NDArray[Any]], ids: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """Logits [tokens, vocabulary] of a float32 model by its formulas, in float64, over whole sequences."""
+    cosines, sines = (table[: len(ids), None].astype(np.float64) for table in _angles(config))
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def weights(name: str, rows: int) -> npt.NDArray[np.float64]:
+        return unpack_f32(tensors[name], rows).astype(np.float64)
+
+    def norm(x: npt.NDArray[np.float64], weight: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * weight
+
+    def turn(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        low, high = x[..., : size // 2], x[..., size // 2 :]
+        return np.concatenate([low * cosines - high * sines, high * cosines + low * sines], axis=-1)
+
+    hidden_from = tensors.get("embedding", tensors["head"])
+    x = unpack_f32(hidden_from, config.vocab_size).astype(np.float64)[list(ids)]
+    future = np.triu(np.full((len(ids), len(ids)), -np.inf), 1)
+    for layer in range(config.num_layers):
+        of = f"layers.{layer}."
+        qkv = norm(x, tensors[of + "input_norm"]) @ weights(of + "qkv", config.qkv_rows).T
+        qkv = (qkv + tensors.get(of + "qkv_bias", np.zeros(1))).reshape(len(ids), -1, size)
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if config.has_qk_norm:
+            q, k = norm(q, tensors[of + "q_norm"]), norm(k, tensors[of + "k_norm"])
+        k, v = (np.repeat(each, heads // kv_heads, axis=1) for each in (turn(k), v))
+        scores = np.einsum("qhd,khd->hqk", turn(q), k) * size**-0.5 + future
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        mixed = np.einsum("hqk,khd->qhd", shares, v).reshape(len(ids), -1)
+        x = x + mixed @ weights(of + "o", config.hidden_size).T
+        both = norm(x, tensors[of + "post_norm"]) @ weights(of + "gate_up", 2 * config.intermediate_size).T
+        gate, up = both[:, : config.intermediate_size], both[:, config.intermediate_size :]
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights(of + "down", config.hidden_size).T
+    return norm(x, tensors["final_norm"]) @ weights("head", config.vocab_size).T
+
+
+def _angles(config: ModelConfig) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    return rotary_table(config.rope, config.head_dim, config.window)

@@ -6,6 +6,7 @@ it depends on: the kernels' sources, numba, llvmlite and the CPU.
 
 import hashlib
 import platform
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,8 @@ from shared.model.kernels.cpu.vectors import has_avx2
 _SOURCES = Path(__file__).parent
 _NOT_COMPILED = {"__init__.py", "model.py", "warm.py"}
 _HOME = Path("~/.firsttoken/kernels")
+_MOST_VERSIONS = 8
+"""Folders kept, 1 MB each: several checkouts and environments side by side; the oldest go when one is added."""
 
 _types = cast("Any", numba.types)
 _INT_TABLE = _types.Array(_types.int64, 2, "C")
@@ -50,6 +53,7 @@ def load_kernels(report: Callable[[str], None] | None = None) -> Any:
         return run
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
+    _drop_old(folder.parent)
     if report is not None and not any(folder.rglob("*.nbc")):
         report("compiling kernels for this machine, once (up to a minute)")
     # numba asks for the folder when caching is switched on, not when it compiles.
@@ -57,6 +61,13 @@ def load_kernels(report: Callable[[str], None] | None = None) -> Any:
     run.enable_caching()
     run.compile(_SIGNATURE)
     return run
+
+
+def _drop_old(versions: Path) -> None:
+    """A process that has loaded its kernels needs their files no more."""
+    by_age = sorted(versions.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
+    for old in by_age[_MOST_VERSIONS:]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def num_compiled() -> int:
