@@ -1,6 +1,6 @@
 """Both runners, the frames between them and the pools, in any order of events: every answer exact, every block back.
 
-One prefill and one decode side, without threads: hypothesis chooses when prompts come, when steps run, when frames
+One prefill side with a prefix cache and one decode side, without threads: hypothesis chooses when prompts come, when steps run, when frames
 move, when credit is given, who leaves. After every step the pools are whole, and at the end they are empty.
 """
 
@@ -24,6 +24,7 @@ from shared.kv.block_table import BlockTable
 from shared.kv.frame_plan import plan_frames
 from shared.kv.frames import FrameHeader, FrameReceiver, Reject, WriteBlocks
 from shared.kv.memory import KvMemory
+from shared.kv.prefix_cache import PrefixCache
 from shared.text.script import Script
 
 BLOCK_SIZE = 4
@@ -62,6 +63,7 @@ class _Line:
 
     def __init__(self) -> None:
         self.pools = [BlockPool(NUM_BLOCKS), BlockPool(NUM_BLOCKS)]
+        self.prefixes = PrefixCache(self.pools[0], BLOCK_SIZE)
         self.memories = [KvMemory(LAYOUT, NUM_BLOCKS), KvMemory(LAYOUT, NUM_BLOCKS)]
         self.executors = [ScriptedExecutor(memory, chunk_tokens=16, clock=_Clock()) for memory in self.memories]
         self.prefill = PrefillRunner(self.executors[0], token_budget=32, max_sequences=4)
@@ -77,15 +79,16 @@ class _Line:
             prompt_ids=tuple(TokenId(byte) for byte in script.encode()),
             max_tokens=max_tokens,
             sampling=SamplingParams(seed=0),
-            kv_salt=len(self.lives),
+            kv_salt=len(self.lives) % 2,
         )
         num_blocks = (LAYOUT.num_blocks_for(spec.num_prompt_tokens), LAYOUT.num_blocks_for(spec.max_total_tokens))
-        if any(pool.num_free < count for pool, count in zip(self.pools, num_blocks, strict=True)):
+        if any(pool.num_available < count for pool, count in zip(self.pools, num_blocks, strict=True)):
             return
-        source, target = (
-            BlockTable(pool.reserve(count) or (), BLOCK_SIZE)
-            for pool, count in zip(self.pools, num_blocks, strict=True)
-        )
+        cached = self.prefixes.match(spec.prompt_ids, salt=spec.kv_salt, max_tokens=spec.num_prompt_tokens - 1)
+        new = self.pools[0].reserve(num_blocks[0] - len(cached)) or ()
+        self.pools[0].activate(new)
+        source = BlockTable((*cached, *new), BLOCK_SIZE)
+        target = BlockTable(self.pools[1].reserve(num_blocks[1]) or (), BLOCK_SIZE)
         receiver = FrameReceiver(
             layout=LAYOUT,
             key=key,
@@ -100,8 +103,11 @@ class _Line:
             sender_incarnation=ENDPOINTS[0],
             receiver_incarnation=ENDPOINTS[1],
         )
-        self.lives[key] = _Life(spec=spec, source=source, target=target, receiver=receiver)
-        self.prefill.apply(AddPrompt(key=key, spec=spec, block_table=source))
+        start = len(cached) * BLOCK_SIZE
+        life = self.lives[key] = _Life(spec=spec, source=source, target=target, receiver=receiver)
+        if start:
+            life.chunks.append((0, start))
+        self.prefill.apply(AddPrompt(key=key, spec=spec, block_table=source, start=start))
 
     def step(self) -> None:
         """A border and a step on both sides."""
@@ -111,8 +117,8 @@ class _Line:
         for report in (self.decode.acknowledge(), self.decode.step()):
             if report is not None:
                 self._take_decode(report)
-        for pool in self.pools:
-            pool.check_integrity()
+        self.prefixes.check_integrity()
+        self.pools[1].check_integrity()
 
     def move(self, key: RequestKey, *, damage: bool) -> None:
         """The KV of the oldest unsent chunk moves; with the first token too, the sequence joins."""
@@ -178,8 +184,12 @@ class _Line:
     def _take_prefill(self, report: PrefillStep) -> None:
         assert report.num_sequences <= 4
         for chunk in report.chunks:
+            life = self.lives[chunk.key]
             if chunk.end > chunk.start:
-                self.lives[chunk.key].chunks.append((chunk.start, chunk.end))
+                life.chunks.append((chunk.start, chunk.end))
+            if not life.is_gone:
+                computed = life.spec.prompt_ids[: chunk.end]
+                self.prefixes.insert(computed, salt=life.spec.kv_salt, block_ids=life.source.block_ids)
         for key, sampled in report.first_tokens.items():
             life = self.lives[key]
             token = sampled.token_id
@@ -298,7 +308,7 @@ def test_every_answer_is_exact_and_every_block_comes_back(
             is_stop = script.eos and script.num_scripted_tokens < life.spec.max_tokens
             expected = FinishReason.STOP if is_stop else FinishReason.LENGTH
             assert (None, expected, end) == (life.fault, life.finish, len(life.tokens))
-    for pool in line.pools:
-        assert NUM_BLOCKS == pool.counts()[BlockState.FREE]
+    assert [NUM_BLOCKS] * 2 == [pool.num_available for pool in line.pools]
+    assert len(line.prefixes) == line.pools[0].counts()[BlockState.CACHED]
     assert not line.prefill.has_work
     assert not line.decode.has_work
