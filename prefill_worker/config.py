@@ -15,6 +15,9 @@ class PrefillConfig(WorkerSettings):
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 64
     # Four chunks share the weights that a step reads; more gain little on a CPU and make every step longer.
     token_budget: Annotated[int, Field(ge=1)] = 256
+    # How long a step after idleness waits for company. On a CPU a chunk alone costs about its share of a full step, so
+    # waiting gains nothing; where a step is mostly fixed cost (a GPU) a few milliseconds do.
+    prefill_fill_wait_ms: Annotated[float, Field(ge=0, le=1000)] = 0.0
     # Held at once, those that are only being sent included: the scheduler gives two token budgets ahead, and short
     # prompts have a dozen tokens.
     max_sequences: Annotated[int, Field(ge=1)] = 256

@@ -41,16 +41,19 @@ async def run_worker(process: Process, config: PrefillConfig, engine: Engine) ->
         log=process.log,
     )
     life = WorkerLife(process, service, drain_timeout_s=config.drain_timeout_s)
+    runner = PrefillRunner(
+        engine.executor,
+        token_budget=config.token_budget,
+        max_sequences=config.max_sequences,
+        tell_layers=lambda told: step_loop.tell(service.on_layers, told),
+    )
     step_loop: StepLoop[PrefillCommand, PrefillStep] = StepLoop(
-        PrefillRunner(
-            engine.executor,
-            token_budget=config.token_budget,
-            max_sequences=config.max_sequences,
-            tell_layers=lambda told: step_loop.tell(service.on_layers, told),
-        ),
+        runner,
         service.on_step,
         on_dead=life.on_engine_dead,
         clock=process.clock,
+        fill_wait_s=config.prefill_fill_wait_ms / 1000,
+        has_room=runner.has_room,
     )
     process.metrics.kv_blocks(service.block_counts)
     process.metrics.kv_transfers(transports=config.kv_transports, fallback_reasons=FALLBACK_REASONS)

@@ -117,6 +117,11 @@ class PrefillRunner:
     def has_work(self) -> bool:
         return bool(self._prompts)
 
+    def has_room(self) -> bool:
+        """Whether the next step could take in one more prompt."""
+        num_tokens = sum(prompt.end - prompt.start for prompt in self._prompts.values())
+        return bool(self._prompts) and num_tokens < self._token_budget and len(self._prompts) < self._max_sequences
+
     def apply(self, command: PrefillCommand) -> None:
         match command:
             case AddPrompt(key=key, spec=spec):

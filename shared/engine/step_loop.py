@@ -60,15 +60,21 @@ class StepLoop(Generic[_Command, _Report]):
         *,
         on_dead: Callable[[BaseException], None],
         clock: Clock,
+        fill_wait_s: float = 0.0,
+        has_room: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`fill_wait_s`: a step after idleness waits so long at most for further commands, while `has_room`."""
         self._runner = runner
         self._deliver = deliver
         self._on_dead = on_dead
         self._clock = clock
+        self._fill_wait_s = fill_wait_s
+        self._has_room = has_room
         self._commands: deque[_Command] = deque()
         self._changed = threading.Condition()
         self._undelivered = threading.Semaphore(MAX_UNDELIVERED_REPORTS)
         self._is_stopping = False
+        self._was_idle = False
         self._busy_since: float | None = None
         self._ended = asyncio.Event()
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -123,6 +129,8 @@ class StepLoop(Generic[_Command, _Report]):
             while (commands := self._take()) is not None:
                 for command in commands:
                     self._runner.apply(command)
+                if self._was_idle and self._fill_wait_s > 0:
+                    self._fill()
                 self._post(event_loop, self._runner.acknowledge())
                 self._post(event_loop, self._runner.step())
         except BaseException as error:  # noqa: BLE001 - root of a thread: the process must learn of it
@@ -131,10 +139,27 @@ class StepLoop(Generic[_Command, _Report]):
             self._busy_since = None
             _call(event_loop, self._ended.set)
 
+    def _fill(self) -> None:
+        """Whoever comes now shares the step that is about to begin. While one runs, the next fills by itself."""
+        until = self._clock.monotonic() + self._fill_wait_s
+        while self._has_room():
+            with self._changed:
+                left_s = until - self._clock.monotonic()
+                if not self._changed.wait_for(lambda: self._commands or self._is_stopping, left_s):
+                    return
+                if self._is_stopping:
+                    return
+                commands = list(self._commands)
+                self._commands.clear()
+            for command in commands:
+                self._runner.apply(command)
+
     def _take(self) -> list[_Command] | None:
         """Wait for commands or work; None when it is time to stop."""
         with self._changed:
+            self._was_idle = False
             while not (self._is_stopping or self._commands or self._runner.has_work):
+                self._was_idle = True
                 self._busy_since = None
                 self._changed.wait()
             if self._is_stopping:

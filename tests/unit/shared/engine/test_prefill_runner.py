@@ -248,3 +248,14 @@ def test_a_continued_answer_samples_nothing() -> None:
 
     assert ({}, (_key("a"), True)) == (report.first_tokens, (report.chunks[0].key, report.chunks[0].is_last))
     assert not runner.has_work
+
+
+def test_there_is_room_until_the_next_step_is_full() -> None:
+    """By the chunks that the prompts would give it; without a prompt there is nothing to wait for."""
+    runner = _runner(_Executor())
+    seen = [runner.has_room()]
+    for name in ("a", "b"):
+        runner.apply(_add(name, 10))
+        seen.append(runner.has_room())
+
+    assert [False, True, False] == seen

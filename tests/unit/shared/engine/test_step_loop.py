@@ -247,3 +247,41 @@ async def test_what_a_step_tells_comes_before_its_report() -> None:
 
     assert ["answer 2", "half of step 1", "step 1", "half of step 2", "step 2"] == reports
     assert ["step 1", "step 2"] == heard
+
+
+async def test_a_step_after_idleness_waits_for_company_while_there_is_room() -> None:
+    """The second command comes while the first waits: one answer for both before the first step, which then begins."""
+    harness = _Harness()
+    harness.loop = StepLoop(
+        harness.runner,
+        harness.reports.put_nowait,
+        on_dead=harness.deaths.put_nowait,
+        clock=harness.clock,
+        fill_wait_s=10.0,
+        has_room=lambda: harness.runner.left < 2,
+    )
+    harness.loop.start()
+    harness.loop.submit(1)
+    harness.loop.submit(1)
+    reports = await harness.take(3)
+    await harness.loop.stop()
+
+    assert ["answer 1, answer 1", "step 1", "step 2"] == reports
+
+
+async def test_the_wait_for_company_is_bounded() -> None:
+    """Alone, the step begins after the time that was given; a stop ends the wait at once."""
+    harness = _Harness()
+    harness.loop = StepLoop(
+        harness.runner,
+        harness.reports.put_nowait,
+        on_dead=harness.deaths.put_nowait,
+        clock=harness.clock,
+        fill_wait_s=0.01,
+        has_room=lambda: True,
+    )
+    harness.loop.start()
+    harness.loop.submit(1)
+
+    assert ["answer 1", "step 1"] == await harness.take(2)
+    await harness.loop.stop()
