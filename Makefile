@@ -19,7 +19,7 @@ RUN_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check static tests fmt fmt-check lint types imports shape proto proto-check docs \
-	unit property scenario contract integration bench bench-engine bench-steady clean
+	unit property scenario contract integration gpu bench bench-engine bench-numerics bench-steady clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
@@ -54,6 +54,7 @@ run: setup  ## The whole system on this machine (Ctrl-C drains); RUN_ARGS="--pre
 test: setup  ## Set-up and all tests: what continuous integration runs
 	@$(MAKE) check
 	@$(MAKE) integration
+	@$(MAKE) gpu
 
 # Two at a time on two cores: the type check, the longest, runs beside the others. All run even if one fails.
 CHECKS := types fmt-check lint imports proto-check shape unit property scenario contract
@@ -106,12 +107,18 @@ contract:  ## Redis, wire, error table, client conformance
 integration:  ## Real processes
 	@$(PYTEST) tests/integration
 
+gpu:  ## The torch backend on a CUDA device; says why it skips where there is none
+	@$(PYTEST) -rs tests/gpu
+
 bench: setup  ## Cancel -> blocks free, against its limits; not part of any test
 	@PYTHONPATH=. $(PY) tests/bench/cancel_release.py
 	@PYTHONPATH=. $(PY) tests/bench/cancel_release.py --model --cancels 60
 
 bench-engine: setup  ## Step times and prefill rates beside what this machine can do
 	@PYTHONPATH=. OPENBLAS_NUM_THREADS=1 $(PY) tests/bench/engine.py
+
+bench-numerics: setup  ## What each numeric mode loses: KL, top-1, perplexity, greedy agreement; fails if the default's KL > 1e-5
+	@PYTHONPATH=. $(PY) tests/bench/numerics.py
 
 bench-steady: setup  ## Memory of every process over 10,000 short requests
 	@PYTHONPATH=. $(PY) tests/bench/steady.py

@@ -118,3 +118,18 @@ def test_threads_follow_the_cores_unless_they_are_set() -> None:
     assert {"prefill-0": "3", "decode-0": "3"}.items() <= threads({"FIRSTTOKEN_NUM_THREADS": "3"}).items()
     one_core = replace(_deployment(), num_prefill=1, num_decode=8, num_cores=1)
     assert (1, 1) == (one_core.threads_of_prefill, one_core.threads_of_decode)
+
+
+def test_a_typed_mode_reaches_every_worker() -> None:
+    """Over the setting around `up`, which counts where nothing was typed."""
+    around = {"FIRSTTOKEN_NUMERIC_MODE": "q8a16"}
+    modes = [
+        {spec.environ.get("FIRSTTOKEN_NUMERIC_MODE") for spec in plan_services(deployment, settings)}
+        for deployment, settings in (
+            (_deployment(), {}),
+            (_deployment(), around),
+            (replace(_deployment(), numeric_mode="f32"), around),
+        )
+    ]
+
+    assert [{None}, {"q8a16"}, {"f32"}] == modes

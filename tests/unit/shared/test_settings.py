@@ -120,3 +120,22 @@ def test_transports_are_an_ordered_choice() -> None:
     for listed in ("tcp", "shm,shm", ","):
         with pytest.raises(SettingsError, match=r"FIRSTTOKEN_TRANSPORTS: .* must be some of shm, grpc"):
             load(WorkerSettings, {"FIRSTTOKEN_SCRIPTED": "true", "FIRSTTOKEN_TRANSPORTS": listed})
+
+
+def test_how_a_worker_computes() -> None:
+    """The cpu backend, the model's own mode and float32 KV, unless told otherwise; names are checked."""
+    default = load(WorkerSettings, {"FIRSTTOKEN_SCRIPTED": "1"})
+    environ = {"FIRSTTOKEN_SCRIPTED": "1", "FIRSTTOKEN_NUMERIC_MODE": "q4a8", "FIRSTTOKEN_KV_DTYPE": "float16"}
+    chosen = load(WorkerSettings, environ | {"FIRSTTOKEN_BACKEND": "torch", "FIRSTTOKEN_DEVICE": "cuda"})
+
+    assert ("cpu", None, None, None, "float32") == (
+        default.backend,
+        default.numeric_mode,
+        default.prefill_numeric_mode,
+        default.decode_numeric_mode,
+        default.kv_dtype,
+    )
+    assert ("torch", "cuda", "q4a8", "float16") == (chosen.backend, chosen.device, chosen.numeric_mode, chosen.kv_dtype)
+    for name in ("NUMERIC_MODE", "DECODE_NUMERIC_MODE", "KV_DTYPE", "BACKEND"):
+        with pytest.raises(SettingsError, match=f"FIRSTTOKEN_{name}"):
+            load(WorkerSettings, {"FIRSTTOKEN_SCRIPTED": "1", f"FIRSTTOKEN_{name}": "fp4"})
