@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from shared.obs.metrics import Metrics
 from shared.process import RealClock
 from shared.state.locate import SchedulerLocator
 from shared.text.chat import ChatTokenizer
-from tests.support.fake_backend import FakeBackend, running
+from tests.support.fake_backend import FakeBackend, FakeRequest, running
+
+WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +68,24 @@ async def running_gateway(
                             connection.shutdown()
     finally:
         metrics.close()
+
+
+async def until(request: FakeRequest, is_so: Callable[[FakeRequest], object]) -> None:
+    """Waits until the backend has seen it."""
+    async with asyncio.timeout(WAIT_S):
+        while not is_so(request):
+            await request.changed.wait()
+
+
+async def the_request(running: RunningGateway) -> FakeRequest:
+    """Waits until it has arrived at the backend."""
+    async with asyncio.timeout(WAIT_S):
+        await running.backend.arrived.wait()
+    return running.backend.only
+
+
+async def until_idle(running: RunningGateway) -> None:
+    """Waits until the gateway has no open request."""
+    async with asyncio.timeout(WAIT_S):
+        await running.gateway.sessions.wait_idle()
+    assert 0 == running.gateway.sessions.num_open

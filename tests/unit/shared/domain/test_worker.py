@@ -81,3 +81,9 @@ def test_only_a_hello_brings_a_lost_worker_back() -> None:
     assert WorkerState.READY is advance_worker(WorkerState.STARTING, WorkerChange.SETTLED)
     assert WorkerState.READY is advance_worker(WorkerState.READY, WorkerChange.LEFT)
     assert WorkerState.STOPPED is advance_worker(WorkerState.DRAINING, WorkerChange.LEFT)
+
+
+@pytest.mark.parametrize(("tokens", "longest", "blocks"), [(1, 100, 2), (16, 100, 2), (17, 100, 3), (16, 16, 1)])
+def test_a_sequence_begins_with_a_block_to_go_on_into(tokens: int, longest: int, blocks: int) -> None:
+    """Where its longest answer can reach one."""
+    assert blocks == facts().num_blocks_at_start(tokens, longest)
