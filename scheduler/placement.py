@@ -20,7 +20,7 @@ from scheduler.fleet import Worker
 from scheduler.waiting import Waiter
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import WorkerId
-from shared.domain.request import Role
+from shared.domain.request import Role, SequenceState
 
 PREFILL_BUDGETS_AHEAD = 2  # one being computed, one ready behind it; more would be a second queue inside the worker
 OVERTAKING_S = 1.0  # about the time of a short answer: long enough to fill gaps, short enough not to starve
@@ -147,6 +147,8 @@ def _decode_has_room(worker: Worker, waiter: Waiter, now: float) -> bool:
             return False
     facts = worker.facts
     needed = facts.num_blocks_at_start(waiter.num_tokens_at_start, waiter.max_total_tokens)
+    # It keeps a block for each sequence that runs, and refuses what would take them.
+    needed += 0 if worker.capacity is None else worker.capacity.sequences.get(SequenceState.RUNNING, 0)
     return _could_hold(worker, waiter) and needed <= worker.free_blocks
 
 

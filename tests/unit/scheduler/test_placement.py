@@ -132,6 +132,15 @@ def test_decode_needs_room_for_the_beginning(delivered: int, free: int, fits: bo
     assert None is chosen(waiter(20, 161), [prefill()], [decode()])
 
 
+@pytest.mark.parametrize(("num_running", "fits"), [(2, True), (3, False)])
+def test_decode_keeps_a_block_for_each_that_runs(num_running: int, fits: bool) -> None:
+    """Five free, three needed: what it would refuse is not asked."""
+    asked = decode(free=5)
+    asked.capacity = Capacity(blocks={"free": 5}, sequences={"running": num_running, "waiting_kv": 9})
+
+    assert fits == (chosen(waiter(20, 160), [prefill()], [asked]) is not None)
+
+
 def test_the_kept_pair_stays_the_same() -> None:
     """While it can serve the request; else the nearest to having room."""
     asked = waiter(20, 150)
