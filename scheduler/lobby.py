@@ -42,6 +42,9 @@ class Lobby:
                 del self._starts[request_id]
                 return
 
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._starts
+
     def __len__(self) -> int:
         return len(self._starts)
 

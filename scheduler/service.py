@@ -131,11 +131,14 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             raise ServingError(ErrorCode.INVALID_REQUEST, "request id must not be empty")
         request_id = RequestId(request.request_id)
         entry = driver.core.ledger.get(request_id)
-        if entry is None:
+        is_held = request_id in driver.core.lobby
+        if entry is None and not is_held:
             raise ServingError(ErrorCode.REQUEST_NOT_FOUND, "no such request")
         driver.step(
             CancelAsked(request_id=request_id, reason=cancel_reason_from_wire(request.reason, CancelReason.DELETE))
         )
+        if entry is None:  # it was not admitted: nothing of it is anywhere
+            return scheduler_pb2.CancelReply(released=True, outcome=scheduler_pb2.OUTCOME_KIND_CANCELLED)
         is_released = await driver.wait_released(request_id, CANCEL_WAIT_S)
         outcome = entry.record.outcome
         if outcome is None:  # its admission came to nothing in the meantime

@@ -48,3 +48,4 @@ def test_whoever_leaves_is_gone() -> None:
     assert start("c", 2) == lobby.take(RequestId("c"))
     assert None is lobby.take(RequestId("c"))
     assert (1, [start("a", 0)]) == (len(lobby), list(lobby))
+    assert [True, False] == [RequestId(name) in lobby for name in "ab"]

@@ -452,12 +452,17 @@ async def test_requests_without_workers_are_cancelled_or_refused_in_the_end() ->
         scheduler_server() as (driver, _, clock, _, channel),
         serve_stream(channel, make_spec()) as gateway,
         serve_stream(channel, make_spec("r2")) as late,
+        serve_stream(channel, make_spec("r3")) as deleted,
     ):
         async with asyncio.timeout(ANSWER_S):
-            while len(driver.core.lobby) < 2:
+            while len(driver.core.lobby) < 3:
                 await asyncio.sleep(0.002)
         await gateway.cancel()
         assert "CANCELLED" == (await gateway.expect("outcome")).outcome.error.code
+        stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+        reply = await stub.Cancel(scheduler_pb2.CancelRequest(request_id="r3", reason="delete"))
+        assert (True, scheduler_pb2.OUTCOME_KIND_CANCELLED, 0) == described(reply)
+        assert "CANCELLED" == (await deleted.expect("outcome")).outcome.error.code
         clock.now += 10.0
         driver.step(Ticked())
         assert "NO_CAPACITY" == (await late.expect("outcome")).outcome.error.code
