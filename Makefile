@@ -19,7 +19,7 @@ RUN_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check static tests fmt fmt-check lint types imports shape proto proto-check docs \
-	unit property scenario contract integration gpu bench bench-engine bench-numerics bench-steady clean
+	unit property scenario contract integration gpu bench bench-engine bench-numerics bench-steady bench-transfer clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
@@ -119,6 +119,9 @@ bench-engine: setup  ## Step times and prefill rates beside what this machine ca
 
 bench-numerics: setup  ## What each numeric mode loses: KL, top-1, perplexity, greedy agreement; fails if the default's KL > 1e-5
 	@PYTHONPATH=. $(PY) tests/bench/numerics.py
+
+bench-transfer: setup  ## KV hand-over by each transport: exposed time and rate
+	@PYTHONPATH=. $(PY) tests/bench/kv_transfer.py
 
 bench-steady: setup  ## Memory of every process over 10,000 short requests
 	@PYTHONPATH=. $(PY) tests/bench/steady.py
