@@ -40,6 +40,8 @@ def unpack_gguf(path: Path, folder: Path, report: Callable[[str], None]) -> Sour
         raise PreparationError(f"{path} is damaged or cut short: its GGUF header cannot be read") from None
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     try:
+        if fields.get("split.count", 1) > 1:
+            raise PreparationError("a model in several GGUF files is not supported; join its parts into one first")
         factors = tensors.pop(ROPE_FACTORS, None)
         config_fields = _config(
             fields, has_own_head="output.weight" in tensors, rope_factors=None if factors is None else factors.data

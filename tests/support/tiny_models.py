@@ -104,12 +104,18 @@ def write_gguf(
     matrix_type: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     top_type: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     pre: str = "smollm",
+    num_parts: int = 1,
+    architecture: str | None = None,
     merges: Sequence[str] = ("h i",),
 ) -> Path:
-    """As a GGUF file: the layers' matrices in `matrix_type`, embedding and head in `top_type`."""
+    """As a GGUF file: the layers' matrices in `matrix_type`, embedding and head in `top_type`.
+
+    What it claims may be otherwise: `num_parts`, that it is the first of so many; `architecture`, another one.
+    """
     config = model.config
-    architecture: str = config.model_type
-    writer: Any = gguf.GGUFWriter(path, architecture)
+    writer: Any = gguf.GGUFWriter(path, architecture or config.model_type)
+    if num_parts > 1:
+        writer.add_uint16("split.count", num_parts)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -139,7 +145,7 @@ def write_gguf(
             values = weights.get(f"model.layers.{layer}.{hf_name}")
             if values is None:
                 continue
-            if architecture == "llama" and name in ("attn_q.weight", "attn_k.weight"):
+            if config.model_type == "llama" and name in ("attn_q.weight", "attn_k.weight"):
                 heads = config.num_attention_heads if name == "attn_q.weight" else config.num_key_value_heads
                 pairs = values.reshape(heads, 2, values.shape[0] // heads // 2, values.shape[1])
                 values = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
@@ -156,6 +162,9 @@ def _write_rope(writer: Any, config: Any) -> None:
     match rope["rope_type"]:
         case "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
+        case "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             writer.add_rope_scaling_factor(rope["factor"])
         case "llama3":  # as the format has it: the factors themselves, no parameters
             factors = [_llama3_factor(rope, place / config.head_dim) for place in range(0, config.head_dim, 2)]

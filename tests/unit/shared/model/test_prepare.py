@@ -19,6 +19,7 @@ from tests.support.tiny_models import TinyModel, write_gguf, write_hf
 
 pytestmark = pytest.mark.timeout(300)  # the first run on a machine compiles the kernels
 
+YARN_ROPE = {"rope_theta": 10_000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _CONTENTS = ["chat_template.jinja", "config.json", "firsttoken.json", "model.safetensors", "tokenizer.json"]
 
 
@@ -110,6 +111,31 @@ def test_a_gguf_that_makes_no_sense(tiny_model: Any, tmp_path: Path) -> None:
     odd = write_gguf(tiny_model, tmp_path / "odd.gguf", merges=["x y"])
     with pytest.raises(PreparationError, match="its tokenizer is damaged"):
         prepare(odd, tmp_path, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "part"),
+    [
+        (TinyModel(), {"num_parts": 3}, "in several GGUF files is not supported"),
+        (TinyModel(rope=YARN_ROPE), {}, "rotary positions of type 'yarn' are not supported"),
+        (
+            TinyModel(),
+            {"architecture": "mamba"},
+            "architecture 'mamba' is not supported; supported: llama, qwen2, qwen3",
+        ),
+        (
+            TinyModel(model_type="qwen3"),
+            {"architecture": "qwen2"},
+            "weight model.layers.0.self_attn.q_proj.bias is missing",
+        ),
+        (TinyModel(), {"pre": "chatglm"}, "(gpt2, chatglm) cannot be read from GGUF here"),
+    ],
+)
+def test_ggufs_that_cannot_be_served(family: TinyModel, changes: dict[str, Any], part: str, tmp_path: Path) -> None:
+    """Parts of a model, another architecture or variant of one, another tokenizer: each its own sentence."""
+    source = write_gguf(family.build(), tmp_path / "whole.gguf", **changes)
+
+    assert part in _refusal(source, tmp_path)
 
 
 def _refusal(source: Path, home: Path) -> str:
