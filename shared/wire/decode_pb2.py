@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shared.wire import common_pb2 as shared_dot_wire_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shared/wire/decode.proto\x12\rfirsttoken.v1\x1a\x18shared/wire/common.proto\"\xb8\x01\n\x08TokensUp\x12\'\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x15.firsttoken.v1.AttachH\x00\x12&\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x17.firsttoken.v1.TokenAckH\x00\x12\'\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x15.firsttoken.v1.FinishH\x00\x12\'\n\x06\x64\x65tach\x18\x04 \x01(\x0b\x32\x15.firsttoken.v1.DetachH\x00\x42\t\n\x07message\"T\n\x06\x41ttach\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\x12\n\nfrom_index\x18\x02 \x01(\r\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\"A\n\x08TokenAck\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\r\n\x05index\x18\x02 \x01(\r\"l\n\x06\x46inish\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\r\n\x05index\x18\x02 \x01(\r\x12+\n\x06reason\x18\x03 \x01(\x0e\x32\x1b.firsttoken.v1.FinishReason\"0\n\x06\x44\x65tach\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\"t\n\nTokensDown\x12*\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.TokenBatchH\x00\x12/\n\x07refused\x18\x02 \x01(\x0b\x32\x1c.firsttoken.v1.AttachRefusedH\x00\x42\t\n\x07message\">\n\nTokenBatch\x12\x30\n\tsequences\x18\x01 \x03(\x0b\x32\x1d.firsttoken.v1.SequenceTokens\"\xc2\x01\n\x0eSequenceTokens\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x1f\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x12.firsttoken.v1.End\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12.\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1c.firsttoken.v1.TokenLogprobs\"A\n\x03\x45nd\x12\r\n\x05index\x18\x01 \x01(\r\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x1b.firsttoken.v1.FinishReason\"b\n\rAttachRefused\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12)\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1a.firsttoken.v1.ErrorDetail2J\n\x06\x44\x65\x63ode\x12@\n\x06Tokens\x12\x17.firsttoken.v1.TokensUp\x1a\x19.firsttoken.v1.TokensDown(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shared/wire/decode.proto\x12\rfirsttoken.v1\x1a\x18shared/wire/common.proto\"\xb8\x01\n\x08TokensUp\x12\'\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x15.firsttoken.v1.AttachH\x00\x12&\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x17.firsttoken.v1.TokenAckH\x00\x12\'\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x15.firsttoken.v1.FinishH\x00\x12\'\n\x06\x64\x65tach\x18\x04 \x01(\x0b\x32\x15.firsttoken.v1.DetachH\x00\x42\t\n\x07message\"e\n\x06\x41ttach\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\x12\n\nfrom_index\x18\x02 \x01(\r\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x0f\n\x07session\x18\x04 \x01(\r\"R\n\x08TokenAck\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0f\n\x07session\x18\x03 \x01(\r\"}\n\x06\x46inish\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\r\n\x05index\x18\x02 \x01(\r\x12+\n\x06reason\x18\x03 \x01(\x0e\x32\x1b.firsttoken.v1.FinishReason\x12\x0f\n\x07session\x18\x04 \x01(\r\"0\n\x06\x44\x65tach\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\"t\n\nTokensDown\x12*\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.TokenBatchH\x00\x12/\n\x07refused\x18\x02 \x01(\x0b\x32\x1c.firsttoken.v1.AttachRefusedH\x00\x42\t\n\x07message\">\n\nTokenBatch\x12\x30\n\tsequences\x18\x01 \x03(\x0b\x32\x1d.firsttoken.v1.SequenceTokens\"\xc2\x01\n\x0eSequenceTokens\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x1f\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x12.firsttoken.v1.End\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12.\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1c.firsttoken.v1.TokenLogprobs\"A\n\x03\x45nd\x12\r\n\x05index\x18\x01 \x01(\r\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x1b.firsttoken.v1.FinishReason\"b\n\rAttachRefused\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.firsttoken.v1.RequestKey\x12)\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1a.firsttoken.v1.ErrorDetail2J\n\x06\x44\x65\x63ode\x12@\n\x06Tokens\x12\x17.firsttoken.v1.TokensUp\x1a\x19.firsttoken.v1.TokensDown(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,23 +35,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENSUP']._serialized_start=70
   _globals['_TOKENSUP']._serialized_end=254
   _globals['_ATTACH']._serialized_start=256
-  _globals['_ATTACH']._serialized_end=340
-  _globals['_TOKENACK']._serialized_start=342
-  _globals['_TOKENACK']._serialized_end=407
-  _globals['_FINISH']._serialized_start=409
-  _globals['_FINISH']._serialized_end=517
-  _globals['_DETACH']._serialized_start=519
-  _globals['_DETACH']._serialized_end=567
-  _globals['_TOKENSDOWN']._serialized_start=569
-  _globals['_TOKENSDOWN']._serialized_end=685
-  _globals['_TOKENBATCH']._serialized_start=687
-  _globals['_TOKENBATCH']._serialized_end=749
-  _globals['_SEQUENCETOKENS']._serialized_start=752
-  _globals['_SEQUENCETOKENS']._serialized_end=946
-  _globals['_END']._serialized_start=948
-  _globals['_END']._serialized_end=1013
-  _globals['_ATTACHREFUSED']._serialized_start=1015
-  _globals['_ATTACHREFUSED']._serialized_end=1113
-  _globals['_DECODE']._serialized_start=1115
-  _globals['_DECODE']._serialized_end=1189
+  _globals['_ATTACH']._serialized_end=357
+  _globals['_TOKENACK']._serialized_start=359
+  _globals['_TOKENACK']._serialized_end=441
+  _globals['_FINISH']._serialized_start=443
+  _globals['_FINISH']._serialized_end=568
+  _globals['_DETACH']._serialized_start=570
+  _globals['_DETACH']._serialized_end=618
+  _globals['_TOKENSDOWN']._serialized_start=620
+  _globals['_TOKENSDOWN']._serialized_end=736
+  _globals['_TOKENBATCH']._serialized_start=738
+  _globals['_TOKENBATCH']._serialized_end=800
+  _globals['_SEQUENCETOKENS']._serialized_start=803
+  _globals['_SEQUENCETOKENS']._serialized_end=997
+  _globals['_END']._serialized_start=999
+  _globals['_END']._serialized_end=1064
+  _globals['_ATTACHREFUSED']._serialized_start=1066
+  _globals['_ATTACHREFUSED']._serialized_end=1164
+  _globals['_DECODE']._serialized_start=1166
+  _globals['_DECODE']._serialized_end=1240
 # @@protoc_insertion_point(module_scope)

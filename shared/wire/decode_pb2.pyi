@@ -62,10 +62,13 @@ class Attach(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     FROM_INDEX_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     from_index: _builtins.int
     """first wanted"""
     ticket: _builtins.bytes
     """from Placed"""
+    session: _builtins.int
+    """of the gateway's; 0 = not resumable"""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey: ...
     def __init__(
@@ -74,10 +77,11 @@ class Attach(_message.Message):
         key: _common_pb2.RequestKey | None = ...,
         from_index: _builtins.int = ...,
         ticket: _builtins.bytes = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_index", b"from_index", "key", b"key", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_index", b"from_index", "key", b"key", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -91,7 +95,10 @@ class TokenAck(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     index: _builtins.int
+    session: _builtins.int
+    """as in Attach: what an older session says does not count"""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey: ...
     def __init__(
@@ -99,10 +106,11 @@ class TokenAck(_message.Message):
         *,
         key: _common_pb2.RequestKey | None = ...,
         index: _builtins.int = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "key", b"key", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -117,9 +125,12 @@ class Finish(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """last token of the answer"""
     reason: _common_pb2.FinishReason.ValueType
+    session: _builtins.int
+    """as in Attach"""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey: ...
     def __init__(
@@ -128,10 +139,11 @@ class Finish(_message.Message):
         key: _common_pb2.RequestKey | None = ...,
         index: _builtins.int = ...,
         reason: _common_pb2.FinishReason.ValueType = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "key", b"key", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "key", b"key", "reason", b"reason", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

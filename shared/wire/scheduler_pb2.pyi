@@ -126,6 +126,7 @@ class Start(_message.Message):
     LAST_ATTEMPT_SEEN_FIELD_NUMBER: _builtins.int
     TOKENS_HELD_FIELD_NUMBER: _builtins.int
     SCHEDULER_EPOCH_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     gateway_incarnation: _builtins.int
     last_attempt_seen: _builtins.int
     """0 = none"""
@@ -133,6 +134,8 @@ class Start(_message.Message):
     """output tokens the gateway already has"""
     scheduler_epoch: _builtins.int
     """highest the gateway has seen"""
+    session: _builtins.int
+    """grows with each reader of a resumable answer, a lower one is refused; 0 = plain"""
     @_builtins.property
     def spec(self) -> _common_pb2.RequestSpec: ...
     def __init__(
@@ -143,10 +146,11 @@ class Start(_message.Message):
         last_attempt_seen: _builtins.int = ...,
         tokens_held: _builtins.int = ...,
         scheduler_epoch: _builtins.int = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_incarnation", b"gateway_incarnation", "last_attempt_seen", b"last_attempt_seen", "scheduler_epoch", b"scheduler_epoch", "spec", b"spec", "tokens_held", b"tokens_held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_incarnation", b"gateway_incarnation", "last_attempt_seen", b"last_attempt_seen", "scheduler_epoch", b"scheduler_epoch", "session", b"session", "spec", b"spec", "tokens_held", b"tokens_held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
