@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support import leaks
-from tests.support.cancelling import live, long_decode
+from tests.support.cancelling import TWO_BUDGETS, live, wait_for_state
 from tests.support.chat import CHAT_PATH, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.http_client import HttpAnswer, exchange
-from tests.support.script import Script, counting
+from tests.support.script import Script, counting, padded
 
 EVENT_STREAM = {"Accept": "text/event-stream"}
 POST_PATHS = (CHAT_PATH, "/api/chat")
@@ -273,17 +273,14 @@ async def test_requests_wait_for_blocks(small_cluster: Cluster) -> None:
 
 async def test_a_full_queue_sheds(small_cluster: Cluster) -> None:
     """One more than the queue holds gets 429 with Retry-After at once; those in the queue keep their places."""
-    blocks = sum((await small_cluster.status()).blocks["decode"].values())
-    whole_pool = {"max_tokens": blocks * 16 * 3 // 4}
+    holding = padded(["x"], num_prompt_tokens=TWO_BUDGETS, prefill_ms=20_000)
     async with AsyncExitStack() as stack:
-        holder = await stack.enter_async_context(live(small_cluster, long_decode(), **whole_pool))
-        await collect(holder, until_deltas=1)
+        holder = await stack.enter_async_context(live(small_cluster, holding))
+        await wait_for_state(small_cluster, "prefilling")
         script = counting(5)
-        queued = [
-            await stack.enter_async_context(live(small_cluster, script, **whole_pool)) for _ in range(QUEUE_LIMIT)
-        ]
+        queued = [await stack.enter_async_context(live(small_cluster, script)) for _ in range(QUEUE_LIMIT)]
 
-        answer = await post(small_cluster, script.body(**whole_pool))
+        answer = await post(small_cluster, script.body())
 
         assert_error(answer, 429, "overloaded", kind="rate_limit_error")
         assert int(answer.headers["retry-after"]) >= 1
