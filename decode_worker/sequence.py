@@ -75,6 +75,7 @@ class HeldSequence:
     num_computed: int = 0
     kv_bytes: int = 0
     reader: TokenReader | None = None
+    session: int = 0  # highest that a gateway has named for a resumable answer
     next_unsent: int = 1
     is_end_sent: bool = False
     is_done_reported: bool = False
@@ -153,13 +154,19 @@ class HeldSequence:
         self.outbox.close(finish)
         return True
 
-    def read_from(self, from_index: int, reader: TokenReader) -> None:
-        """The reader gets the tokens from there on, an earlier reader no more. Raises ServingError where they left."""
+    def read_from(self, from_index: int, reader: TokenReader, session: int = 0) -> None:
+        """The reader gets the tokens from there on, an earlier reader no more.
+
+        Raises ServingError where they left, SUPERSEDED where a reader of a higher session came before.
+        """
+        if session < self.session:
+            raise ServingError(ErrorCode.SUPERSEDED, "a newer reader took over")
         first_held = self.outbox.acked_upto + 1
         if self.outbox.is_done:
             from_index = max(from_index, first_held)
         elif not first_held <= from_index <= self.outbox.last_index + 1:
             raise ServingError(ErrorCode.INVALID_REQUEST, f"token {from_index} is not held: {first_held} is the first")
+        self.session = session
         self.reader = reader
         self.next_unsent = from_index
         self.is_end_sent = False

@@ -362,7 +362,7 @@ class DecodeService:
 
     # ---- the gateways
 
-    def attach(self, key: RequestKey, *, ticket: bytes, from_index: int, reader: TokenReader) -> None:
+    def attach(self, key: RequestKey, *, ticket: bytes, from_index: int, reader: TokenReader, session: int = 0) -> None:
         """The reader gets the tokens from `from_index` on, an earlier reader no more. Raises ServingError."""
         row = self._rows.get(key)
         if row is None or row.is_broken_off:
@@ -370,11 +370,16 @@ class DecodeService:
         if not secrets.compare_digest(ticket, row.attach_ticket):
             self._metrics.refused_total.add("bad_ticket")
             raise ServingError(ErrorCode.PERMISSION_DENIED, "the attach ticket is not of this attempt")
-        row.read_from(from_index, reader)
+        try:
+            row.read_from(from_index, reader, session)
+        except ServingError as error:
+            if error.code is ErrorCode.SUPERSEDED:
+                self._metrics.refused_total.add("stale_session")
+            raise
 
-    def ack(self, key: RequestKey, index: int, reader: TokenReader) -> None:
+    def ack(self, key: RequestKey, index: int, reader: TokenReader, session: int = 0) -> None:
         """Tokens 1..index are delivered: room for the engine to go on."""
-        row = self._read_by(key, reader)
+        row = self._read_by(key, reader, session)
         if row is None or not row.outbox.ack(index):
             return
         if row.stage is Stage.ENDED:
@@ -388,9 +393,9 @@ class DecodeService:
             self._grower.grant(row)
             self._grower.grow(row)
 
-    def finish(self, key: RequestKey, index: int, reason: FinishReason, reader: TokenReader) -> None:
+    def finish(self, key: RequestKey, index: int, reason: FinishReason, reader: TokenReader, session: int = 0) -> None:
         """The gateway has the whole answer; a repeat changes nothing. Raises ServingError for an impossible one."""
-        row = self._read_by(key, reader)
+        row = self._read_by(key, reader, session)
         if row is None:
             return
         try:
@@ -401,8 +406,8 @@ class DecodeService:
 
     def detach(self, key: RequestKey, reader: TokenReader) -> None:
         """The reader wants no more of it. Ends nothing."""
-        row = self._read_by(key, reader)
-        if row is not None:
+        row = self._rows.get(key)
+        if row is not None and row.reader is reader:
             row.reader = None
             row.unattended_since = self._clock.monotonic()
 
@@ -411,10 +416,15 @@ class DecodeService:
         for row in list(self._rows.values()):
             self.detach(row.key, reader)
 
-    def _read_by(self, key: RequestKey, reader: TokenReader) -> HeldSequence | None:
-        """The row, if this reader has it: what a replaced reader says does not count."""
+    def _read_by(self, key: RequestKey, reader: TokenReader, session: int) -> HeldSequence | None:
+        """The row, if this reader has it: what a replaced reader or an older session says does not count."""
         row = self._rows.get(key)
-        return row if row is not None and row.reader is reader else None
+        if row is None or row.reader is not reader:
+            return None
+        if session < row.session:
+            self._metrics.refused_total.add("stale_session")
+            return None
+        return row
 
     # ---- ends
 

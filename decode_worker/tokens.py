@@ -108,7 +108,7 @@ class DecodeTokens(decode_pb2_grpc.DecodeServicer):
                         async with writing:
                             await context.write(decode_pb2.TokensDown(refused=refused))
                 case "ack":
-                    self._service.ack(key_from_wire(message.ack.key), message.ack.index, stream)
+                    self._service.ack(key_from_wire(message.ack.key), message.ack.index, stream, message.ack.session)
                 case "finish":
                     self._finish(stream, message.finish)
                 case "detach":
@@ -119,7 +119,11 @@ class DecodeTokens(decode_pb2_grpc.DecodeServicer):
     def _attach(self, stream: TokenStream, attach: decode_pb2.Attach) -> decode_pb2.AttachRefused | None:
         try:
             self._service.attach(
-                key_from_wire(attach.key), ticket=attach.ticket, from_index=attach.from_index, reader=stream
+                key_from_wire(attach.key),
+                ticket=attach.ticket,
+                from_index=attach.from_index,
+                reader=stream,
+                session=attach.session,
             )
         except ServingError as error:
             return _refusal(attach.key, error)
@@ -131,7 +135,7 @@ class DecodeTokens(decode_pb2_grpc.DecodeServicer):
         try:
             if reason is None:
                 raise ServingError(ErrorCode.INVALID_REQUEST, "Finish without a reason")
-            self._service.finish(key, finish.index, reason, stream)
+            self._service.finish(key, finish.index, reason, stream, finish.session)
         except ServingError as error:  # the stream is shared: one gateway's mistake about one answer must not end it
             self._log.warning("finish refused", key=str(key), reason=error.message)
 

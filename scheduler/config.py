@@ -24,6 +24,9 @@ class SchedulerConfig(ServiceSettings):
     # The gateway cancels for a reader that stands still after 60 s; what takes longer is a gateway that is stuck.
     delivered_wait_s: Annotated[float, Field(gt=0)] = 90.0
     gateway_grace_s: Annotated[float, Field(gt=0)] = 5.0  # one that lives has dialled again by then
+    resumable_grace_s: Annotated[float, Field(gt=0)] = (
+        30.0  # a client that was cut off has found another gateway by then
+    )
     # Redis must be seen without a lease for this long, so that a scheduler that still lives comes first (decisions §3).
     # 0 only where no second scheduler can exist.
     lease_absent_s: Annotated[float, Field(ge=0)] = 3.0
@@ -35,6 +38,7 @@ class SchedulerConfig(ServiceSettings):
             max_queued_prompt_tokens=self.max_queued_prompt_tokens,
             loss=LossLimits(silence_s=self.worker_lost_s, step_stall_s=self.step_stall_s),
             gateway_grace_s=self.gateway_grace_s,
+            resumable_grace_s=self.resumable_grace_s,
             max_retries=self.max_retries,
             retry_wait_s=self.retry_wait_s,
             delivered_wait_s=self.delivered_wait_s,

@@ -63,6 +63,7 @@ class CoreLimits:
     max_queued_prompt_tokens: int
     loss: LossLimits
     gateway_grace_s: float
+    resumable_grace_s: float = 30.0
     max_retries: int = 2
     retry_wait_s: float = 30.0
     delivered_wait_s: float = 90.0
@@ -144,6 +145,10 @@ class SchedulerCore:
             return
         entry = self.ledger.get(event.spec.request_id)
         if entry is not None:
+            if event.session < entry.session:
+                self._lives.refuse(event.stream, ServingError(ErrorCode.SUPERSEDED, "a newer reader took over"))
+                return
+            entry.session = event.session
             old = self.ledger.attach(entry, event.stream)
             if old is not None and old != event.stream:
                 self._emit(CloseStream(stream=old))
@@ -167,7 +172,7 @@ class SchedulerCore:
         admitted = events.Admitted(
             spec=event.spec, gateway_incarnation=event.gateway_incarnation, unix_ms=event.unix_ms
         )
-        self._lives.admit(admitted, waiter, event.stream, now)
+        self._lives.admit(admitted, waiter, event.stream, now, event.session)
 
     def _open_lobby(self, now: float) -> None:
         """Whoever can be admitted or refused by now is."""
@@ -347,7 +352,8 @@ class SchedulerCore:
         self._sessions.check(now)
         for entry in self.ledger.live():
             broken_at = entry.stream_broken_at
-            if broken_at is not None and now - broken_at >= self._limits.gateway_grace_s:
+            grace_s = self._limits.resumable_grace_s if entry.session else self._limits.gateway_grace_s
+            if broken_at is not None and now - broken_at >= grace_s:
                 self._lives.advance(entry, events.CancelRequested(reason=CancelReason.GATEWAY_LOST), now)
         self._give_up_waiting(now)
         self._open_lobby(now)

@@ -54,10 +54,10 @@ class Lives:
         self._waiters: dict[RequestId, Waiter] = {}
         """Of every request that may go back to the queue: its place and what it remembers."""
 
-    def admit(self, event: events.Admitted, waiter: Waiter, stream: StreamId, now: float) -> None:
+    def admit(self, event: events.Admitted, waiter: Waiter, stream: StreamId, now: float, session: int = 0) -> None:
         """Into the queue; it is not placed before its admitted record is written."""
         step = lifecycle.advance(None, event, now, self._rule)
-        entry = Entry(record=step.record, stream=stream)
+        entry = Entry(record=step.record, stream=stream, session=session)
         self.ledger.add(entry)
         self._waiters[entry.request_id] = waiter
         self.waiting.admit(waiter)

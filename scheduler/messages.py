@@ -29,6 +29,8 @@ class StartReceived:
     last_attempt_seen: Attempt
     epoch_seen: Epoch
     unix_ms: int
+    session: int = 0
+    """Of the gateway's; above 0 the answer can be resumed by a higher one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,6 +110,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                     last_attempt_seen=Attempt(start.last_attempt_seen),
                     epoch_seen=Epoch(start.scheduler_epoch),
                     unix_ms=self._clock.unix_ms(),
+                    session=start.session,
                 )
             )
             async with asyncio.TaskGroup() as group:
@@ -221,6 +222,8 @@ async def _read_gateway(
 ) -> None:
     """Until the gateway closes its side, which it keeps open until the outcome: its end is the stream's."""
     async for up in messages:
+        if outgoing.is_closed:
+            return  # a newer stream has taken over: what this one still says does not count
         match up.WhichOneof("message"):
             case "cancel":
                 reason = cancel_reason_from_wire(up.cancel.reason, CancelReason.DISCONNECT)

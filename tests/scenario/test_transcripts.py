@@ -166,6 +166,7 @@ class Runner:
                 last_attempt_seen=Attempt(int(options.get("seen", 0))),
                 epoch_seen=Epoch(0),
                 unix_ms=0,
+                session=int(options.get("session", 0)),
             )
         ]
 

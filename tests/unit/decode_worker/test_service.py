@@ -194,6 +194,25 @@ def test_an_end_token_as_token_1_ends_the_answer(table: Table) -> None:
     assert row.cached_tokens == 3
 
 
+def test_of_two_sessions_of_a_resumable_answer_the_higher_counts(table: Table) -> None:
+    """The older one's late attach, acknowledgement and finish change nothing, also on the same stream."""
+    key = table.reserve()
+    row = table.running(key)
+    older, newer = Reader(), Reader()
+    table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=older, session=1)
+    table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=newer, session=2)
+    with pytest.raises(ServingError) as refused:
+        table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=older, session=1)
+    for reader in (older, newer):
+        table.service.ack(key, 1, reader, 1)
+        table.service.finish(key, 1, FinishReason.STOP, reader, 1)
+
+    assert ErrorCode.SUPERSEDED is refused.value.code
+    assert (newer, 0) == (row.reader, row.outbox.acked_upto)
+    table.service.ack(key, 1, newer, 2)
+    assert 1 == row.outbox.acked_upto
+
+
 def test_finish_of_an_impossible_answer_is_refused(table: Table) -> None:
     """More tokens than were made; the sequence goes on."""
     key = table.reserve()

@@ -13,6 +13,7 @@ def test_variables_become_limits() -> None:
         "FIRSTTOKEN_WORKER_LOST_S": "2",
         "FIRSTTOKEN_STEP_STALL_S": "3",
         "FIRSTTOKEN_GATEWAY_GRACE_S": "4",
+        "FIRSTTOKEN_RESUMABLE_GRACE_S": "9",
         "FIRSTTOKEN_MAX_RETRIES": "5",
         "FIRSTTOKEN_RETRY_WAIT_S": "6",
         "FIRSTTOKEN_DELIVERED_WAIT_S": "8",
@@ -20,11 +21,12 @@ def test_variables_become_limits() -> None:
 
     limits = load(SchedulerConfig, environ).core_limits
 
-    assert (7, 70, LossLimits(silence_s=2.0, step_stall_s=3.0), 4.0, 5, 6.0, 8.0) == (
+    assert (7, 70, LossLimits(silence_s=2.0, step_stall_s=3.0), 4.0, 9.0, 5, 6.0, 8.0) == (
         limits.max_queued_requests,
         limits.max_queued_prompt_tokens,
         limits.loss,
         limits.gateway_grace_s,
+        limits.resumable_grace_s,
         limits.max_retries,
         limits.retry_wait_s,
         limits.delivered_wait_s,
