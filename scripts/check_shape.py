@@ -41,6 +41,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "shared/state/lease.py": "with a hand-made clock, on a real store: tests/contract/test_lease.py",
     "shared/state/locate.py": "needs a real store: tests/contract/test_lease.py",
     "shared/state/requests.py": "needs a real store: tests/contract/test_request_store.py",
+    "shared/state/stream_log.py": "needs a real store: tests/contract/test_stream_log.py",
 }
 
 # Every package has these two; what they do is seen when the process runs.

@@ -91,7 +91,7 @@ class StateClient:
         self._is_away = False
         return reply
 
-    async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | int]) -> Reply:
+    async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | int | bytes]) -> Reply:
         """One script, atomically. Every key that it touches is in `keys`."""
         try:
             return await self.call("EVALSHA", script.sha1, len(keys), *keys, *args)

@@ -16,6 +16,8 @@ EPOCH = f"{PREFIX}epoch:{{scheduler}}"
 LIVE_REQUEST_TTL_MS = 24 * 3600 * 1000  # its scheduler reaps it long before; this is for records without one
 ENDED_REQUEST_TTL_MS = 10 * 60 * 1000
 CANCEL_TTL_MS = 10 * 60 * 1000
+LIVE_LOG_TTL_MS = 3600 * 1000  # renewed with each token; its gateway writes it again if it waited longer for one
+ENDED_LOG_TTL_MS = 10 * 60 * 1000  # so long a finished answer can be read again
 LEASE_TTL_MS = 3000  # three missed renewals
 EPOCH_TTL_MS = 7 * 24 * 3600 * 1000  # renewed with the lease; after a week of silence the wall clock is far ahead of it
 
@@ -28,6 +30,11 @@ def request_key(request_id: RequestId) -> str:
 def cancel_key(request_id: RequestId) -> str:
     """String: the reason of a cancel."""
     return f"{PREFIX}cancel:{{{request_id}}}"
+
+
+def log_key(request_id: RequestId) -> str:
+    """Stream: prompt and tokens of a resumable answer, and of no other."""
+    return f"{PREFIX}log:{{{request_id}}}"
 
 
 def request_id_of(key: str) -> RequestId:

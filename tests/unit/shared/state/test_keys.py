@@ -4,7 +4,7 @@ from importlib import resources
 import pytest
 
 from shared.domain.ids import RequestId
-from shared.state.keys import EPOCH, LEASE, cancel_key, request_id_of, request_key
+from shared.state.keys import EPOCH, LEASE, cancel_key, log_key, request_id_of, request_key
 
 SCRIPTS = sorted(
     file.name for file in (resources.files("shared.state") / "lua").iterdir() if file.name.endswith(".lua")
@@ -12,9 +12,13 @@ SCRIPTS = sorted(
 # The keys that each script is called with; a script without a row fails the test.
 KEYS_OF = {
     "acquire_lease.lua": [LEASE, EPOCH],
+    "append_stream_log.lua": [log_key(RequestId("01J"))],
+    "end_stream_log.lua": [log_key(RequestId("01J"))],
     "release_lease.lua": [LEASE, EPOCH],
     "renew_lease.lua": [LEASE, EPOCH],
     "store_request.lua": [request_key(RequestId("01J"))],
+    "take_over_stream_log.lua": [log_key(RequestId("01J"))],
+    "write_stream_log.lua": [log_key(RequestId("01J"))],
 }
 
 

@@ -1,0 +1,18 @@
+-- Reads the log of a resumable answer for a new reader and, unless the answer has ended, raises its session: whatever an
+-- older one writes from now on is refused.
+-- KEYS[1]  stream of the answer; every entry begins with session, upto (the tokens so far)
+-- ARGV     key hash, time to live in ms
+-- Returns  the reader's session (0 = the answer has ended) and all entries before; nothing where there is no log, or one
+--          of another key.
+local entries = redis.call('XRANGE', KEYS[1], '-', '+')
+if #entries == 0 or entries[1][2][6] ~= ARGV[1] then
+  return {}
+end
+local fields = entries[#entries][2]
+if fields[5] == 'outcome' then
+  return {0, entries}
+end
+local session = tonumber(fields[2]) + 1
+redis.call('XADD', KEYS[1], '*', 'session', session, 'upto', fields[4])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return {session, entries}
