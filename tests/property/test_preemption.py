@@ -122,6 +122,7 @@ class _World:
         self.service.connect(self.engine, self, address="host:1")
         self.requests = {spec.request_id: _Request(spec) for spec in specs}
         self.arrived: list[_Request] = []
+        self.all_read = False  # nobody is parked: the oldest never leaves
 
     def post(self, event: scheduler_pb2.WorkerEvent) -> None:
         """To the scheduler, which hears it later."""
@@ -167,6 +168,7 @@ class _World:
                             row.key, ticket=row.attach_ticket, from_index=len(request.tokens) + 1, reader=request
                         )
                 case "preempted":
+                    assert not self.all_read or self._is_anyone_older(request)
                     request.num_preempted += 1
                     request.is_placed = False
                     self._command(request, abort=scheduler_pb2.Abort())
@@ -252,6 +254,12 @@ class _World:
                 self.service.sign(row)
         self.clock.advance(seconds)
         self.service.sweep()
+
+    def _is_anyone_older(self, request: _Request) -> bool:
+        return any(
+            each.is_placed and not each.is_over and each.spec.request_id < request.spec.request_id
+            for each in self.arrived
+        )
 
     def _row(self, request: _Request) -> HeldSequence | None:
         found = self.service.find(request.key)
@@ -340,6 +348,9 @@ def test_whoever_is_preempted_ends_with_the_same_answer(
     most = sum(len(_alone(spec)) + 12 for spec in specs)
     for _ in specs:
         world.arrive()
+    for request in world.arrived:
+        world.ack(request)
+    world.all_read = True
     num_rounds = 0
     while not all(request.is_over for request in world.requests.values()):
         num_rounds += 1
