@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from shared.kv.memory import KvMemory
 from shared.model.model import Model, Segment
@@ -14,17 +15,22 @@ def greedy_answers(
     model: Model, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int = 64, kv_dtype: str = "float32"
 ) -> list[list[int]]:
     """`num_tokens` tokens after each prompt, whatever they are; each prompt's blocks lie in falling order."""
-    counts = [-(-(len(prompt) + num_tokens) // BLOCK_SIZE) for prompt in prompts]
-    ends = np.cumsum(counts)
-    tables = [np.arange(end - count, end)[::-1].copy() for end, count in zip(ends, counts, strict=True)]
-    memory = KvMemory(model.layout(BLOCK_SIZE, kv_dtype), int(ends[-1]))
+    layout = model.layout(BLOCK_SIZE, kv_dtype)
+    tables: list[npt.NDArray[np.int64]] = []
+    num_blocks = 0
+    for prompt in prompts:
+        end = num_blocks + layout.num_blocks_for(len(prompt) + num_tokens)
+        tables.append(np.arange(num_blocks, end)[::-1].copy())
+        num_blocks = end
+    memory = KvMemory(layout, num_blocks)
     answers: list[list[int]] = []
     for prompt, table in zip(prompts, tables, strict=True):
-        for start in range(0, len(prompt), chunk):
-            ids = prompt[start : start + chunk]
-            is_last = start + len(ids) == len(prompt)
-            segment = Segment(token_ids=ids, start=start, block_table=table, want_logits=is_last)
-            logits = model.forward(memory, [segment])
+        starts = range(0, len(prompt), chunk)
+        segments = [
+            Segment(token_ids=prompt[at : at + chunk], start=at, block_table=table, want_logits=at == starts[-1])
+            for at in starts
+        ]
+        logits = [model.forward(memory, [segment]) for segment in segments][-1]
         answers.append([int(logits[0].argmax())])
     for index in range(1, num_tokens):
         segments = [

@@ -123,8 +123,12 @@ def test_narrow_caches_agree(prepared: PreparedModel, kv_dtype: str) -> None:
 
 def test_q4f32_is_f32_with_less_memory(prepared: PreparedModel) -> None:
     """The same bits on each backend where the head's weights are the same too: the groups are the source's own."""
-    for load in (lambda mode: CpuModel.load(prepared, mode, 1), lambda mode: TorchModel.load(prepared, mode)):
-        results = [_computed(load(mode), "float32") for mode in (NumericMode.F32, NumericMode.Q4F32)]
+    modes = (NumericMode.F32, NumericMode.Q4F32)
+    for models in (
+        [CpuModel.load(prepared, mode, 1) for mode in modes],
+        [TorchModel.load(prepared, mode) for mode in modes],
+    ):
+        results = [_computed(model, "float32") for model in models]
 
         assert [part.tobytes() for part in results[0]] == [part.tobytes() for part in results[1]]
 

@@ -61,6 +61,7 @@ def test_each_format_holds_the_weights(prepared: PreparedModel) -> None:
 def test_an_8_bit_head_stays_what_it_was(prepared: PreparedModel, weight_format: WeightFormat) -> None:
     """Read from the source's groups or quantised again, it is the same numbers."""
     head = FormatWeights.load(prepared, WeightFormat.F32).top_matrix("lm_head.weight")
+    assert not isinstance(head, Groups)
     q, d = unpack_q8(_packed(prepared, weight_format)["head"], VOCAB_SIZE)
 
     assert np.array_equal(head, Groups(q=q, d=d, m=None).dequantised())
