@@ -50,7 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What each numeric mode loses against float32.")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kv-dtype", default="float32", help="of the cache of the modes that are measured")
-    parser.add_argument("--skip-torch", action="store_true", help="leave out bf16, which only torch computes (slow)")
+    parser.add_argument("--modes", nargs="+", default=list(NumericMode), help="bf16 is slow: only torch computes it")
     options = parser.parse_args()
     prepared = PreparedModel.load(default_model_dir())
     tokenizer: Any = cast("Any", PreTrainedTokenizerFast).from_pretrained(str(prepared.folder), local_files_only=True)
@@ -63,9 +63,7 @@ def main() -> int:
     print("| mode | KL | top-1 | perplexity all / en / ja | greedy answers the same | same tokens of 48 |")
     print("|---|---|---|---|---|---|")
     default_kl = 0.0
-    for mode in NumericMode:
-        if mode is NumericMode.BF16 and options.skip_torch:
-            continue
+    for mode in map(NumericMode, options.modes):
         model = _load(prepared, mode, options.threads)
         losses = {name: list(_losses(exact, model, ids, options.kv_dtype)) for name, ids in texts.items()}
         answers = greedy_answers(model, prompts, NUM_TOKENS, kv_dtype=options.kv_dtype)

@@ -1,6 +1,5 @@
 """The torch backend on a CUDA device: the same answers as on the CPU, and a row's bits the same in any company."""
 
-
 import numpy as np
 import pytest
 import torch
@@ -74,8 +73,9 @@ def test_company_and_chunks_do_not_change_a_bit(prepared: PreparedModel, mode: N
                     )
                     for each in members
                 ]
-                rows = model.forward(memory, segments) if segments else []
-                logits |= {each: row.tobytes() for each, row in zip(members, rows, strict=True)}
+                if segments:
+                    rows = model.forward(memory, segments)
+                    logits |= {each: row.tobytes() for each, row in zip(members, rows, strict=True)}
         results.append(b"".join(logits[each] for each in range(4)) + memory.data.tobytes())
 
     assert results[0] == results[1] == results[2]
