@@ -6,11 +6,27 @@ import socket
 from cli.problem import EXIT_USAGE, CommandProblem
 from shared.domain.errors import ServingError
 from shared.process import RealClock
+from shared.settings import ADMIN_PORT_OFFSET
 from shared.state.client import EvictionPolicyError, StateClient
 from shared.state.leadership import Leadership
 
 POLL_S = 0.05
+MAX_PORT = 65535
 REDIS_TIMEOUT_S = 5.0  # an embedded one answers after 0.1 s; one elsewhere may be about to be up again
+
+
+def check_ports(first: int, num_gateways: int) -> None:
+    """A gateway has one and, for administration, one 1000 above. Raises CommandProblem for one that cannot be had."""
+    last = first + num_gateways - 1
+    if last + ADMIN_PORT_OFFSET > MAX_PORT:
+        raise CommandProblem(
+            f"{num_gateways} gateways from port {first} on need ports up to {last + ADMIN_PORT_OFFSET}, and there are "
+            f"only {MAX_PORT}; choose another --port",
+            exit_code=EXIT_USAGE,
+        )
+    for port in range(first, last + 1):
+        check_port(port)
+        check_port(port + ADMIN_PORT_OFFSET)
 
 
 def check_port(port: int) -> None:
@@ -21,7 +37,7 @@ def check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError:
             raise CommandProblem(
-                f"port {port} is taken (the gateway uses P and, for administration, P + 1000); choose another --port"
+                f"port {port} is taken (a gateway uses P and, for administration, P + 1000); choose another --port"
             ) from None
 
 

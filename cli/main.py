@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cli.plan import MAX_WORKERS
+from cli.plan import MAX_GATEWAYS, MAX_WORKERS
 from cli.problem import EXIT_USAGE, CommandProblem
 
 DEFAULT_HOME = Path("~/.firsttoken")
+DEFAULT_URL = "http://127.0.0.1:8000"
 
 app = typer.Typer(
     name="firsttoken",
@@ -42,6 +43,9 @@ def up(
     port: Annotated[
         int, typer.Option(min=1, max=64535, help="The gateway's port; its admin port is this + 1000.")
     ] = 8000,
+    gateways: Annotated[
+        int, typer.Option(min=1, max=MAX_GATEWAYS, help="Gateways, on this port and the next ones.")
+    ] = 1,
     redis_url: Annotated[
         str | None, typer.Option(help="A Redis to use; default: an embedded Valkey for this run.")
     ] = None,
@@ -57,6 +61,7 @@ def up(
     if scripted and model is not None:
         raise CommandProblem("give --model or --scripted, not both", exit_code=EXIT_USAGE)
     options = UpOptions(
+        num_gateways=gateways,
         num_prefill=prefill,
         num_decode=decode,
         model=model,
@@ -72,9 +77,7 @@ def up(
 @app.command()
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")] = False,
-    url: Annotated[
-        str, typer.Option(help="The gateway's URL; its admin port (+ 1000) is asked.")
-    ] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="The gateway's URL; its admin port (+ 1000) is asked.")] = DEFAULT_URL,
 ) -> None:
     """Show what runs and what it does now."""
     from cli.status import fetch_status, show_status
@@ -84,6 +87,23 @@ def status(
         print(json.dumps(found.to_json()))
     else:
         show_status(found, Console())
+
+
+@app.command()
+def chat(
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="The gateway's URL; given again, another of the same system to go on at."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0, help="0 = always the likeliest token.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of each answer.")] = None,
+) -> None:
+    """Talk to the model; Ctrl-C stops an answer, Ctrl-D leaves."""
+    from cli.chat import ChatOptions, run_chat
+
+    options = ChatOptions(urls=url or [DEFAULT_URL], system=system, temperature=temperature, max_tokens=max_tokens)
+    raise typer.Exit(run_chat(options))
 
 
 @app.command(hidden=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from shared.settings import ADMIN_PORT_OFFSET, ENV_PREFIX
 
 MAX_WORKERS = 64  # of one role on one machine; a typing mistake should not start a thousand interpreters
+MAX_GATEWAYS = 16  # they only carry text; their ports are neighbours
 
 # Threads that wait spin for so many turns and then sleep: long enough to bridge two operations of one step, too
 # short to keep the other worker from its core (without a bound that cost a step up to 320 ms). docs/performance.md.
@@ -23,6 +24,7 @@ OWN_SETTINGS = (
     "HOST",
     "PORT",
     "ADMIN_PORT",
+    "PEERS",
     "CLUSTER_TOKEN",
     "REDIS_URL",
     "SCHEDULER",
@@ -35,7 +37,7 @@ OWN_SETTINGS = (
 class DrainStage(IntEnum):
     """Lower ones are told to stop first and have ended before the next are told."""
 
-    EDGE = 0  # the gateway: finishes its streams while the others still serve them
+    EDGE = 0  # the gateways: finish their streams while the others still serve them
     CORE = 1  # scheduler and workers
     STATE = 2  # Redis
 
@@ -55,6 +57,7 @@ class Deployment:
     """What was asked for. `model_dir` None = the scripted generator; `numeric_mode` None = the model's own."""
 
     port: int
+    num_gateways: int
     num_prefill: int
     num_decode: int
     redis_url: str
@@ -76,14 +79,19 @@ class Deployment:
         return max(1, self.num_cores // 2 // self.num_decode)
 
     @property
-    def admin_port(self) -> int:
-        """Of the gateway."""
-        return self.port + ADMIN_PORT_OFFSET
+    def ports(self) -> tuple[int, ...]:
+        """Of the gateways: neighbours."""
+        return tuple(range(self.port, self.port + self.num_gateways))
 
     @property
-    def url(self) -> str:
-        """Of the gateway."""
-        return f"http://127.0.0.1:{self.port}"
+    def admin_urls(self) -> tuple[str, ...]:
+        """Of the gateways."""
+        return tuple(f"http://127.0.0.1:{port + ADMIN_PORT_OFFSET}" for port in self.ports)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of the gateways."""
+        return tuple(f"http://127.0.0.1:{port}" for port in self.ports)
 
 
 def base_environ(around: Mapping[str, str]) -> dict[str, str]:
@@ -94,7 +102,7 @@ def base_environ(around: Mapping[str, str]) -> dict[str, str]:
 
 
 def plan_services(deployment: Deployment, around: Mapping[str, str]) -> tuple[ChildSpec, ...]:
-    """Scheduler, workers, gateway, in the order of their start. The kernel chooses all ports but the gateway's."""
+    """Scheduler, workers, gateways, in the order of their start. The kernel chooses all ports but the gateways'."""
     common = {
         **base_environ(around),
         f"{ENV_PREFIX}HOST": "127.0.0.1",
@@ -126,6 +134,11 @@ def plan_services(deployment: Deployment, around: Mapping[str, str]) -> tuple[Ch
         # What was set around `up` counts.
         return replace(spec, environ={f"{ENV_PREFIX}NUM_THREADS": str(num_threads), **spec.environ})
 
+    def gateway(number: int, port: int) -> ChildSpec:
+        spec = service(f"gateway-{number}", "gateway", DrainStage.EDGE, port, port + ADMIN_PORT_OFFSET)
+        peers = [url for place, url in enumerate(deployment.admin_urls) if place != number]
+        return replace(spec, environ={**spec.environ, f"{ENV_PREFIX}PEERS": ",".join(peers)})
+
     return (
         service("scheduler-0", "scheduler", DrainStage.CORE, 0, 0),
         *(
@@ -136,5 +149,5 @@ def plan_services(deployment: Deployment, around: Mapping[str, str]) -> tuple[Ch
             worker(f"decode-{number}", "decode_worker", deployment.threads_of_decode)
             for number in range(deployment.num_decode)
         ),
-        service("gateway-0", "gateway", DrainStage.EDGE, deployment.port, deployment.admin_port),
+        *(gateway(number, port) for number, port in enumerate(deployment.ports)),
     )

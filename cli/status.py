@@ -1,6 +1,6 @@
 """`firsttoken status`: what runs, and what it does now, from the gateway's admin port."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -45,36 +45,60 @@ class SystemStatus:
         return {**asdict(self), "services": [asdict(service) for service in self.services]}
 
 
-def admin_url_of(url: str) -> str:
-    """The gateway's admin port is its port + 1000. Raises CommandProblem for what is no http URL."""
+def checked_url(url: str) -> str:
+    """Of a gateway, with its scheme, without what stands behind the port. Raises CommandProblem for what is none."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        port = "" if parts.port is None else f":{parts.port}"
     except ValueError:
-        parts, port = None, 0
+        parts, port = None, ""
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         raise CommandProblem(
             f"{url} is no gateway URL; give one like http://127.0.0.1:8000 with --url", exit_code=EXIT_USAGE
         )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}:{port + ADMIN_PORT_OFFSET}"
+    return f"{parts.scheme}://{host}{port}"
+
+
+def admin_url_of(url: str) -> str:
+    """The gateway's admin port is its port + 1000. Raises CommandProblem for what is no http URL."""
+    parts = urlsplit(checked_url(url))
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return f"{parts.scheme}://{parts.netloc.removesuffix(f':{parts.port}')}:{port + ADMIN_PORT_OFFSET}"
 
 
 def fetch_status(url: str) -> SystemStatus:
-    """Raises CommandProblem with a sentence that says what to do."""
+    """With the other gateways that this one names. Raises CommandProblem with a sentence that says what to do."""
     admin_url = admin_url_of(url)
     try:
-        answer = httpx.get(f"{admin_url}/status", timeout=TIMEOUT_S, trust_env=False)
-        document: object = answer.json() if answer.status_code == OK else None
+        document = _ask(admin_url)
     except (httpx.HTTPError, ValueError):
         raise CommandProblem(
             f"no gateway answers at {url} (asked {admin_url}/status); start the system with `firsttoken up`, "
             "or name another gateway with --url"
         ) from None
     try:
-        return parse_status(document)
+        status = parse_status(document)
+        peers = parse_peers(document)
     except ValueError as error:
         raise CommandProblem(f"{admin_url}/status is not a firsttoken gateway's answer: {error}") from None
+    return replace(status, services=(*status.services, *(_fetch_peer(peer) for peer in peers)))
+
+
+def _ask(admin_url: str) -> object:
+    """None for another status than 200. Raises httpx.HTTPError or ValueError."""
+    answer = httpx.get(f"{admin_url}/status", timeout=TIMEOUT_S, trust_env=False)
+    return cast("object", answer.json()) if answer.status_code == OK else None
+
+
+def _fetch_peer(admin_url: str) -> ServiceStatus:
+    """Another gateway's word about itself; one that does not answer is not ready."""
+    try:
+        services = parse_status(_ask(admin_url)).services
+        return next(service for service in services if service.role == Role.GATEWAY.value)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, StopIteration):
+        name = admin_url.partition("://")[2]
+        return ServiceStatus(role=Role.GATEWAY.value, id=name, pid=None, address="", admin_url=admin_url, ready=False)
 
 
 def parse_status(document: object) -> SystemStatus:
@@ -89,6 +113,14 @@ def parse_status(document: object) -> SystemStatus:
             )
         case _:
             raise ValueError("services, queue, requests and blocks are expected")
+
+
+def parse_peers(document: object) -> tuple[str, ...]:
+    """Admin URLs of the system's other gateways. Raises ValueError."""
+    urls = _as_list(_as_table(document).get("peers", []))
+    if not all(isinstance(url, str) for url in urls):
+        raise ValueError("a peer is a URL")
+    return tuple(str(url) for url in urls)
 
 
 def _parse_service(document: object) -> ServiceStatus:
@@ -145,7 +177,7 @@ def show_status(status: SystemStatus, console: Console) -> None:
             service.role,
             service.id,
             "-" if service.pid is None else str(service.pid),
-            service.address.removeprefix("http://"),
+            service.address.removeprefix("http://") or "-",
             service.admin_url.removeprefix("http://") or "-",
             "[green]yes[/green]" if service.ready else "[red]no[/red]",
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.checks import check_nobody_is_active, check_port, wait_for_redis
+from cli.checks import check_nobody_is_active, check_ports, wait_for_redis
 from cli.embedded_redis import plan_redis
 from cli.notes import Notes
 from cli.plan import ChildSpec, Deployment, plan_services
@@ -22,7 +22,7 @@ from cli.supervisor import Supervisor
 from shared.aio import scope
 from shared.domain.request import Role
 from shared.obs import logs
-from shared.settings import ADMIN_PORT_OFFSET, SCRIPTED_MODEL_NAME
+from shared.settings import SCRIPTED_MODEL_NAME
 
 READY_TIMEOUT_S = 180.0  # a worker maps its weights in seconds; a cold disk and two busy cores may take a minute
 DRAIN_TIMEOUT_S = 45.0  # a gateway drains for 30 s, cuts what is left and waits for its ends: 41 s; later it is stuck
@@ -34,6 +34,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the ter
 class UpOptions:
     """What was typed. `redis_url` None = the embedded Valkey; `numeric_mode` None = the settings', or the model's."""
 
+    num_gateways: int
     num_prefill: int
     num_decode: int
     model: str | None
@@ -48,8 +49,7 @@ def run_up(options: UpOptions, around: Mapping[str, str]) -> int:
     """Blocks until it has been stopped and no child is left. Returns the exit code; raises CommandProblem."""
     notes = Notes()
     choice = ModelChoice.of(options.model, options.numeric_mode, around)
-    check_port(options.port)
-    check_port(options.port + ADMIN_PORT_OFFSET)
+    check_ports(options.port, options.num_gateways)
     logs.configure("up", "ERROR")  # ours are notes; what the state client logs must not get between them
     if options.redis_url is not None:
         asyncio.run(wait_for_redis(options.redis_url))
@@ -62,6 +62,7 @@ def run_up(options: UpOptions, around: Mapping[str, str]) -> int:
     redis, redis_url = plan_redis(folder, around) if options.redis_url is None else (None, options.redis_url)
     deployment = Deployment(
         port=options.port,
+        num_gateways=options.num_gateways,
         num_prefill=options.num_prefill,
         num_decode=options.num_decode,
         redis_url=redis_url,
@@ -114,7 +115,7 @@ async def _serve(
                     scope.spawn(group, supervisor.keep(spec), name=spec.child_id)
                 await _wait_until_ready(deployment, notes)
                 supervisor.set_ready()
-                notes.tell(f"ready {deployment.url}", curl_line(deployment))
+                notes.tell(*(f"ready {url}" for url in deployment.urls), curl_line(deployment))
                 await _watch_logs(folder, notes)
             await supervisor.stop()
     except BaseExceptionGroup as failures:
@@ -131,7 +132,8 @@ async def _wait_until_ready(deployment: Deployment, notes: Notes) -> None:
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
             workers = {Role.PREFILL.value: deployment.num_prefill, Role.DECODE.value: deployment.num_decode}
-            await wait_until_ready(f"http://127.0.0.1:{deployment.admin_port}", workers, notes.wait_for)
+            for admin_url in deployment.admin_urls:
+                await wait_until_ready(admin_url, workers, notes.wait_for)
     except TimeoutError:
         raise CommandProblem(f"not ready after {READY_TIMEOUT_S:.0f} s, still waiting: {notes.waiting_for}") from None
     notes.waited()
@@ -157,7 +159,9 @@ def curl_line(deployment: Deployment) -> str:
         question = json.dumps({"pieces": ["Hel", "lo"]})
     message = {"role": "user", "content": question}
     body = json.dumps({"model": "default", "messages": [message], "temperature": 0, "stream": True})
-    return f"curl -N {deployment.url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return (
+        f"curl -N {deployment.urls[0]}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    )
 
 
 def first_problem(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -46,6 +46,7 @@ async def _serve(process: Process, config: GatewayConfig, gateway: Gateway, stat
         gateway_id=process.name,
         address=f"http://{literal}:{port}",
         admin_url=lambda: process.admin_url,
+        peers=config.peers,
         is_ready=process.readiness.ask,
         redis_url=config.redis_url,
         redis_pid=lambda: _redis_pid(state),

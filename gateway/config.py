@@ -11,6 +11,7 @@ class GatewayConfig(ModelSettings):
     """FIRSTTOKEN_* of the process that clients talk to."""
 
     port: Port = 8000
+    peers: str = ""  # admin URLs of the system's other gateways, with commas: `firsttoken status` asks them too
     # A prompt that fills a window of 128k tokens has well under 1 MiB of text; JSON escapes can make six bytes of one.
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
     # From the headers to its last byte: 1 MiB at 280 kbit/s, a poor mobile uplink. Half a body keeps a place that long.

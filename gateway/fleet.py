@@ -69,15 +69,20 @@ class StatusPage:
         gateway_id: str,
         address: str,
         admin_url: Callable[[], str],
+        peers: str,
         is_ready: Callable[[], Awaitable[tuple[bool, str]]],
         redis_url: str,
         redis_pid: Callable[[], Awaitable[int | None]],
     ) -> None:
-        """`redis_pid` gives None where Redis cannot be reached, 0 where it does not tell."""
+        """`redis_pid` gives None where Redis cannot be reached, 0 where it does not tell.
+
+        `peers`: admin URLs of the system's other gateways, with commas between.
+        """
         self._fleet = fleet
         self._gateway_id = gateway_id
         self._address = address
         self._admin_url = admin_url
+        self._peers = [url.strip() for url in peers.split(",") if url.strip()]
         self._is_ready = is_ready
         self._redis_address = _without_secrets(redis_url)
         self._redis_pid = redis_pid
@@ -111,6 +116,7 @@ class StatusPage:
             "blocks": status.blocks if status else {},
             "sequences": status.sequences if status else {},
             "unreleased": status.unreleased if status else 0,
+            "peers": self._peers,
         }
 
 

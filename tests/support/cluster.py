@@ -191,6 +191,7 @@ class ClusterPlan:
     is_scripted: bool = False
     num_prefill: int = 1
     num_decode: int = 1
+    num_gateways: int = 1
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
     redis: str | None = None
 
@@ -202,6 +203,10 @@ class ClusterPlan:
 
     def decode(self, count: int) -> Self:
         return replace(self, num_decode=count)
+
+    def gateways(self, count: int) -> Self:
+        """On neighbouring ports from the cluster's own on."""
+        return replace(self, num_gateways=count)
 
     def redis_url(self, url: str) -> Self:
         return replace(self, redis=url)
@@ -224,7 +229,7 @@ class ClusterPlan:
 
     def launch(self) -> Cluster:
         """Starts it and returns once it is ready; the caller stops it. Raises AssertionError with the log if it does not get ready."""
-        port, mark = ports.gateway_port(), uuid.uuid4().hex
+        port, mark = ports.gateway_port(self.num_gateways), uuid.uuid4().hex
         environ = {k: v for k, v in os.environ.items() if not k.startswith("FIRSTTOKEN_")} | dict(self.settings)
         environ[processes.MARK_NAME] = mark
         log = Path(tempfile.mkdtemp(prefix="firsttoken-test-")) / "up.log"
@@ -251,6 +256,8 @@ class ClusterPlan:
         arguments = ["up", "--port", str(port), "--prefill", str(self.num_prefill), "--decode", str(self.num_decode)]
         if self.is_scripted:
             arguments.append("--scripted")
+        if self.num_gateways > 1:
+            arguments += ["--gateways", str(self.num_gateways)]
         if self.redis is not None:
             arguments += ["--redis-url", self.redis]
         return arguments

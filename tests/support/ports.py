@@ -20,10 +20,13 @@ def is_free(port: int) -> bool:
     return True
 
 
-def gateway_port() -> int:
-    """A port that is free together with the one ADMIN_OFFSET above it. Raises RuntimeError if none is found."""
+def gateway_port(count: int = 1) -> int:
+    """The first of `count` neighbours, each free together with the one ADMIN_OFFSET above it.
+
+    Raises RuntimeError if none is found.
+    """
     for _ in range(ATTEMPTS):
-        port = random.SystemRandom().randrange(FIRST_PORT, LAST_PORT)
-        if is_free(port) and is_free(port + ADMIN_OFFSET):
-            return port
+        first = random.SystemRandom().randrange(FIRST_PORT, LAST_PORT)
+        if all(is_free(port) and is_free(port + ADMIN_OFFSET) for port in range(first, first + count)):
+            return first
     raise RuntimeError("no pair of free ports")

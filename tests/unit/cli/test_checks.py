@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from cli import checks
-from cli.checks import check_nobody_is_active, check_port, wait_for_redis
+from cli.checks import check_nobody_is_active, check_port, check_ports, wait_for_redis
 from cli.problem import EXIT_FAILED, EXIT_USAGE, CommandProblem
 from shared.domain.ids import Incarnation
 from shared.process import RealClock
 from shared.state.client import StateClient
 from shared.state.embedded import EmbeddedValkey
 from shared.state.leadership import Leadership
+from tests.support.ports import gateway_port
 
 
 @pytest.fixture
@@ -33,6 +34,25 @@ def test_a_taken_port_is_one_sentence() -> None:
     assert str(port) in caught.value.sentence
     assert "--port" in caught.value.sentence
     check_port(port)
+
+
+@pytest.mark.parametrize("offset", [0, 1000])
+def test_every_gateway_s_ports_are_looked_at(offset: int) -> None:
+    """The second one's too, and their admin ports."""
+    first = gateway_port(2)
+    taken = first + 1 + offset
+    with socket.create_server(("127.0.0.1", taken)), pytest.raises(CommandProblem, match=f"port {taken} is taken"):
+        check_ports(first, 2)
+
+    check_ports(first, 2)
+
+
+def test_ports_have_an_end() -> None:
+    """Admin ports are 1000 above."""
+    with pytest.raises(CommandProblem) as caught:
+        check_ports(64535, 2)
+
+    assert EXIT_USAGE == caught.value.exit_code
 
 
 async def test_a_redis_that_answers_is_good(valkey: EmbeddedValkey) -> None:

@@ -1,13 +1,17 @@
 """What a client sends and what it understands."""
 
+import re
 from collections import deque
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli.client import AnswerCut, AnswerFailed, Client
 from tests.support.fake_gateway import REQUEST_ID, FakeGateway, Refusal, delta, fake_gateway, finish
+
+README = Path(__file__).resolve().parents[3] / "README.md"
 
 
 @pytest.fixture
@@ -96,3 +100,13 @@ def test_nobody_there(unused_tcp_port: int) -> None:
             with pytest.raises(AnswerCut) as caught:
                 call()
             assert caught.value.request_id is None
+
+
+def test_the_readme_s_example(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    """As written, but for the port: text, reason and usage."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    (code,) = (block for block in blocks if "cli.client" in block)
+
+    exec(compile(code.replace("http://127.0.0.1:8000", gateway.url), "README.md", "exec"), {})
+
+    assert capsys.readouterr().out.startswith("x\nstop, Usage(prompt_tokens=7")

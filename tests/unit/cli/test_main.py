@@ -63,6 +63,10 @@ def test_status_without_a_system_says_what_to_do(
         ["up", "--decode", "0"],
         ["up", "--prefill", "1000"],
         ["up", "--port", "65000"],
+        ["up", "--port", "64535", "--gateways", "2"],
+        ["up", "--gateways", "0"],
+        ["chat", "--url", "ftp://host"],
+        ["chat", "--temperature", "3"],
         ["up", "--redis-url", "http://x", "--scripted"],
         ["serve"],
     ],
@@ -75,10 +79,23 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], tmp_path: Path, monkey
     assert not (tmp_path / "home").exists()
 
 
+def test_chat_without_a_system_says_what_to_do(
+    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1 before anything is typed; all the gateways that were tried are named."""
+    urls = [f"http://127.0.0.1:{unused_tcp_port}", "http://127.0.0.1:1"]
+
+    assert 1 == _run(monkeypatch, "chat", "--url", urls[0], "--url", urls[1])
+    captured = capsys.readouterr()
+    assert "" == captured.out
+    assert f"{urls[0]} or {urls[1]}" in captured.err
+
+
 def test_help_names_the_commands() -> None:
     """The hidden preparation is set-up's business."""
     out = CliRunner().invoke(app, ["--help"]).output
 
     assert "up" in out
+    assert "chat" in out
     assert "status" in out
     assert "prepare" not in out

@@ -7,10 +7,16 @@ from cli.plan import Deployment, DrainStage, base_environ, plan_services
 
 
 def _deployment(
-    *, num_prefill: int = 1, num_decode: int = 1, model_dir: Path | None = None, is_redis_own: bool = True
+    *,
+    num_gateways: int = 1,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    model_dir: Path | None = None,
+    is_redis_own: bool = True,
 ) -> Deployment:
     return Deployment(
         port=8000,
+        num_gateways=num_gateways,
         num_prefill=num_prefill,
         num_decode=num_decode,
         redis_url="redis://127.0.0.1:1/0",
@@ -52,6 +58,19 @@ def test_only_the_gateway_has_a_port_of_its_own() -> None:
         "decode-0": ("0", "0"),
         "gateway-0": ("8000", "9000"),
     } == ports
+
+
+def test_gateways_are_neighbours_that_know_each_other() -> None:
+    """Ports go up by one from the first, admin ports 1000 above; a gateway alone has no peers."""
+    deployment = _deployment(num_gateways=3)
+    gateways = [spec for spec in plan_services(deployment, {}) if spec.stage is DrainStage.EDGE]
+
+    assert ["gateway-0", "gateway-1", "gateway-2"] == [spec.child_id for spec in gateways]
+    assert ["8000", "8001", "8002"] == [spec.environ["FIRSTTOKEN_PORT"] for spec in gateways]
+    assert ["9000", "9001", "9002"] == [spec.environ["FIRSTTOKEN_ADMIN_PORT"] for spec in gateways]
+    assert "http://127.0.0.1:9000,http://127.0.0.1:9002" == gateways[1].environ["FIRSTTOKEN_PEERS"]
+    assert ("http://127.0.0.1:8000", "http://127.0.0.1:8001", "http://127.0.0.1:8002") == deployment.urls
+    assert "" == plan_services(_deployment(), {})[-1].environ["FIRSTTOKEN_PEERS"]
 
 
 def test_the_gateway_drains_before_the_others() -> None:

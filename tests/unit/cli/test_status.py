@@ -3,11 +3,12 @@
 import io
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 
 from cli.problem import EXIT_FAILED, EXIT_USAGE, CommandProblem
-from cli.status import admin_url_of, fetch_status, parse_status, show_status
+from cli.status import admin_url_of, checked_url, fetch_status, parse_peers, parse_status, show_status
 
 
 def _document() -> dict[str, Any]:
@@ -41,6 +42,15 @@ def _document() -> dict[str, Any]:
 def test_the_admin_port_is_the_port_plus_1000(url: str, admin_url: str) -> None:
     """So one URL is enough to name a gateway."""
     assert admin_url == admin_url_of(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "checked"),
+    [("host", "http://host"), ("https://host:1/path?q", "https://host:1"), ("[::1]:8000", "http://[::1]:8000")],
+)
+def test_a_url_is_scheme_host_and_port(url: str, checked: str) -> None:
+    """What is behind them is not ours to keep."""
+    assert checked == checked_url(url)
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "http://host:99999"])
@@ -104,3 +114,48 @@ def test_nobody_there_is_said_with_what_to_do(unused_tcp_port: int) -> None:
     assert EXIT_FAILED == caught.value.exit_code
     assert "firsttoken up" in caught.value.sentence
     assert "--url" in caught.value.sentence
+
+
+def _gateway(name: str, port: int) -> dict[str, Any]:
+    return {
+        "role": "gateway",
+        "id": name,
+        "pid": port,
+        "address": f"http://h:{port}",
+        "admin_url": f"http://h:{port + 1000}",
+        "ready": True,
+    }
+
+
+def test_the_other_gateways_are_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its row by its own word; one that is away is shown as not ready. The rest is the first one's."""
+    first, second = (
+        _document() | {"services": [_gateway(name, port), *_document()["services"]], "queue": port}
+        for name, port in (("gateway-1", 1), ("gateway-2", 2))
+    )
+    documents = {
+        "http://h:1001/status": first | {"peers": ["http://h:1002", "http://h:1003"]},
+        "http://h:1002/status": second,
+    }
+
+    def get(url: str, **_: Any) -> httpx.Response:
+        if url not in documents:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, json=documents[url])
+
+    monkeypatch.setattr(httpx, "get", get)
+
+    status = fetch_status("http://h:1")
+
+    gateways = [service for service in status.services if service.role == "gateway"]
+    assert [("gateway-1", 1, True), ("gateway-2", 2, True), ("h:1003", None, False)] == [
+        (service.id, service.pid, service.ready) for service in gateways
+    ]
+    assert (5, 1) == (len(status.services), status.queue)
+
+
+def test_peers_are_urls() -> None:
+    """None where the gateway names none."""
+    assert () == parse_peers(_document())
+    with pytest.raises(ValueError, match="URL"):
+        parse_peers(_document() | {"peers": [1]})

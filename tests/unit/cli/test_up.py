@@ -14,6 +14,7 @@ from cli.up import curl_line, first_problem
 def _deployment(model_dir: Path | None) -> Deployment:
     return Deployment(
         port=8000,
+        num_gateways=1,
         num_prefill=1,
         num_decode=1,
         redis_url="redis://127.0.0.1:1/0",

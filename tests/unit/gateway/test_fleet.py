@@ -129,6 +129,7 @@ def page(scheduler: FakeScheduler, redis_pid: int | None) -> StatusPage:
         gateway_id="gateway-8000",
         address="http://127.0.0.1:8000",
         admin_url=lambda: "http://127.0.0.1:9000",
+        peers="http://127.0.0.1:9001, http://127.0.0.1:9002",
         is_ready=is_ready,
         redis_url="redis://user:secret@[::1]:6380/0?password=secret",
         redis_pid=pid,
@@ -141,6 +142,7 @@ async def test_the_status_page_lists_every_service() -> None:
 
     assert ["gateway", "scheduler", "prefill", "decode", "redis"] == [entry["role"] for entry in told["services"]]
     assert [{"role", "id", "pid", "address", "admin_url", "ready"}] * 5 == [set(entry) for entry in told["services"]]
+    assert ["http://127.0.0.1:9001", "http://127.0.0.1:9002"] == told["peers"]
     assert ("http://127.0.0.1:8000", "http://127.0.0.1:9000", True) == (
         told["services"][0]["address"],
         told["services"][0]["admin_url"],
