@@ -127,6 +127,7 @@ class Start(_message.Message):
     TOKENS_HELD_FIELD_NUMBER: _builtins.int
     SCHEDULER_EPOCH_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     gateway_incarnation: _builtins.int
     last_attempt_seen: _builtins.int
     """0 = none"""
@@ -136,6 +137,8 @@ class Start(_message.Message):
     """highest the gateway has seen"""
     session: _builtins.int
     """grows with each reader of a resumable answer, a lower one is refused; 0 = plain"""
+    timeout_ms: _builtins.int
+    """left until the client's deadline; 0 = none. What was heard first counts"""
     @_builtins.property
     def spec(self) -> _common_pb2.RequestSpec: ...
     def __init__(
@@ -147,10 +150,11 @@ class Start(_message.Message):
         tokens_held: _builtins.int = ...,
         scheduler_epoch: _builtins.int = ...,
         session: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_incarnation", b"gateway_incarnation", "last_attempt_seen", b"last_attempt_seen", "scheduler_epoch", b"scheduler_epoch", "session", b"session", "spec", b"spec", "tokens_held", b"tokens_held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_incarnation", b"gateway_incarnation", "last_attempt_seen", b"last_attempt_seen", "scheduler_epoch", b"scheduler_epoch", "session", b"session", "spec", b"spec", "timeout_ms", b"timeout_ms", "tokens_held", b"tokens_held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -162,7 +166,7 @@ class CancelAsked(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """CancelReason of the domain: disconnect, delete, slow_client, shutdown"""
+    """CancelReason of the domain: disconnect, delete, deadline, slow_client, shutdown"""
     def __init__(
         self,
         *,
@@ -1037,6 +1041,9 @@ class Reserve(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     DELIVERED_IDS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    timeout_ms: _builtins.int
+    """left until the deadline: decode ends it by itself then; 0 = none"""
     @_builtins.property
     def spec(self) -> _common_pb2.RequestSpec: ...
     @_builtins.property
@@ -1048,10 +1055,11 @@ class Reserve(_message.Message):
         *,
         spec: _common_pb2.RequestSpec | None = ...,
         delivered_ids: _abc.Iterable[_builtins.int] | None = ...,
+        timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivered_ids", b"delivered_ids", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivered_ids", b"delivered_ids", "spec", b"spec", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1064,8 +1072,11 @@ class Prefill(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     NUM_DELIVERED_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     num_delivered: _builtins.int
     """above 0: token 1 exists, none is sampled"""
+    timeout_ms: _builtins.int
+    """left until the deadline; 0 = none"""
     @_builtins.property
     def spec(self) -> _common_pb2.RequestSpec: ...
     @_builtins.property
@@ -1076,10 +1087,11 @@ class Prefill(_message.Message):
         spec: _common_pb2.RequestSpec | None = ...,
         target: Global___KvTarget | None = ...,
         num_delivered: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_delivered", b"num_delivered", "spec", b"spec", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_delivered", b"num_delivered", "spec", b"spec", "target", b"target", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
