@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shared.settings import ADMIN_PORT_OFFSET, ENV_PREFIX
 
+TORCH = "torch"
 MAX_WORKERS = 64  # of one role on one machine; a typing mistake should not start a thousand interpreters
 MAX_GATEWAYS = 16  # they only carry text; their ports are neighbours
 
@@ -68,15 +69,19 @@ class Deployment:
     cluster_token: str
     num_cores: int
 
-    @property
-    def threads_of_prefill(self) -> int:
-        """Half of the cores, shared by the prefill workers; decode has the other: nobody waits for a taken core."""
-        return max(1, (self.num_cores + 1) // 2 // self.num_prefill)
+    def threads(self, backend: str) -> dict[str, int]:
+        """Threads of a worker by module.
 
-    @property
-    def threads_of_decode(self) -> int:
-        """The other half."""
-        return max(1, self.num_cores // 2 // self.num_decode)
+        On the `cpu` backend all cores for everyone: its threads take work as they come to it and never wait for one
+        whose core was taken, so two workers share the cores without a rule (docs/performance.md). torch's threads do
+        wait for each other: there each role has half of the cores, shared by its workers.
+        """
+        if backend != TORCH:
+            return {"prefill_worker": self.num_cores, "decode_worker": self.num_cores}
+        return {
+            "prefill_worker": max(1, (self.num_cores + 1) // 2 // self.num_prefill),
+            "decode_worker": max(1, self.num_cores // 2 // self.num_decode),
+        }
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -129,10 +134,12 @@ def plan_services(deployment: Deployment, around: Mapping[str, str]) -> tuple[Ch
             stage=stage,
         )
 
-    def worker(child_id: str, module: str, num_threads: int) -> ChildSpec:
+    threads = deployment.threads(around.get(f"{ENV_PREFIX}BACKEND", "").lower())
+
+    def worker(child_id: str, module: str) -> ChildSpec:
         spec = service(child_id, module, DrainStage.CORE, 0, 0)
         # What was set around `up` counts.
-        return replace(spec, environ={f"{ENV_PREFIX}NUM_THREADS": str(num_threads), **spec.environ})
+        return replace(spec, environ={f"{ENV_PREFIX}NUM_THREADS": str(threads[module]), **spec.environ})
 
     def gateway(number: int, port: int) -> ChildSpec:
         spec = service(f"gateway-{number}", "gateway", DrainStage.EDGE, port, port + ADMIN_PORT_OFFSET)
@@ -141,13 +148,7 @@ def plan_services(deployment: Deployment, around: Mapping[str, str]) -> tuple[Ch
 
     return (
         service("scheduler-0", "scheduler", DrainStage.CORE, 0, 0),
-        *(
-            worker(f"prefill-{number}", "prefill_worker", deployment.threads_of_prefill)
-            for number in range(deployment.num_prefill)
-        ),
-        *(
-            worker(f"decode-{number}", "decode_worker", deployment.threads_of_decode)
-            for number in range(deployment.num_decode)
-        ),
+        *(worker(f"prefill-{number}", "prefill_worker") for number in range(deployment.num_prefill)),
+        *(worker(f"decode-{number}", "decode_worker") for number in range(deployment.num_decode)),
         *(gateway(number, port) for number, port in enumerate(deployment.ports)),
     )

@@ -112,7 +112,7 @@ class WorkerSettings(ModelSettings):
 
     worker_id: str = ""  # "" = role and port
     kv_pool_mib: Annotated[int, Field(ge=0)] = 512  # SmolLM2: 11,000 tokens; 0 = a quarter of the memory left
-    num_threads: Annotated[int, Field(ge=1)] | None = None  # None = all cores; `up` gives each role half of them
+    num_threads: Annotated[int, Field(ge=1)] | None = None  # None = all cores
     block_size: Annotated[int, Field(ge=1, le=256)] = 16  # tokens; the same on all workers
     backend: Literal["cpu", "torch"] = "cpu"  # torch is the reference: slower, but on any device
     device: str = "cpu"  # of the torch backend

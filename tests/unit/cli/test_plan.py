@@ -127,16 +127,18 @@ def test_a_scheduler_of_our_own_need_not_wait_for_another() -> None:
 
 
 def test_threads_follow_the_cores_unless_they_are_set() -> None:
-    """Prefill workers share one half of the cores, decode workers the other; a setting around `up` counts for both."""
+    """All cores for each worker; on torch each role shares one half of them; a setting around `up` counts for all."""
 
     def threads(around: dict[str, str]) -> dict[str, str]:
         services = plan_services(replace(_deployment(), num_prefill=2, num_decode=1, num_cores=4), around)
         return {spec.child_id: spec.environ.get("FIRSTTOKEN_NUM_THREADS", "-") for spec in services}
 
-    assert {"prefill-0": "1", "prefill-1": "1", "decode-0": "2"}.items() <= threads({}).items()
+    assert {"prefill-0": "4", "prefill-1": "4", "decode-0": "4"}.items() <= threads({}).items()
+    on_torch = threads({"FIRSTTOKEN_BACKEND": "torch"})
+    assert {"prefill-0": "1", "prefill-1": "1", "decode-0": "2"}.items() <= on_torch.items()
     assert {"prefill-0": "3", "decode-0": "3"}.items() <= threads({"FIRSTTOKEN_NUM_THREADS": "3"}).items()
     one_core = replace(_deployment(), num_prefill=1, num_decode=8, num_cores=1)
-    assert (1, 1) == (one_core.threads_of_prefill, one_core.threads_of_decode)
+    assert {"prefill_worker": 1, "decode_worker": 1} == one_core.threads("torch")
 
 
 def test_a_typed_mode_reaches_every_worker() -> None:
