@@ -22,7 +22,11 @@ def inventory(rows: Iterable[HeldSequence], ended: Iterable[RequestKey]) -> sche
     """Everything that is held, and the ends of the last 60 s."""
     held = [
         worker_events.inventory_entry(
-            row.key, row.sequence_state, attach_ticket=row.attach_ticket, last_index=row.outbox.last_index
+            row.key,
+            row.sequence_state,
+            attach_ticket=row.attach_ticket,
+            last_index=row.outbox.last_index if row.told_end is None else row.told_end.index,
+            finish_reason=None if row.told_end is None else row.told_end.reason,
         )
         for row in rows
     ]

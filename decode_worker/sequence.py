@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from decode_worker.outbox import Outbox
+from decode_worker.outbox import Outbox, OutboxEnd
 from decode_worker.reservations import Reservation
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId, TransferId
@@ -171,6 +171,11 @@ class HeldSequence:
         self.next_unsent = from_index
         self.is_end_sent = False
         reader.touch(self)
+
+    @property
+    def told_end(self) -> OutboxEnd | None:
+        """The end of an answer that is with its gateway, all of it, and of which the scheduler has been told."""
+        return self.outbox.end if self.is_done_reported else None
 
     @property
     def computed_prefix(self) -> tuple[TokenId, ...]:

@@ -59,9 +59,17 @@ def released(key: RequestKey, epoch: Epoch, *, blocks_freed: int, computed_token
 
 
 def inventory_entry(
-    key: RequestKey, state: SequenceState, *, attach_ticket: bytes = b"", last_index: int = 0
+    key: RequestKey,
+    state: SequenceState,
+    *,
+    attach_ticket: bytes = b"",
+    last_index: int = 0,
+    finish_reason: FinishReason | None = None,
 ) -> scheduler_pb2.InventoryEntry:
-    """One attempt that the worker holds, or that ended in the last 60 s."""
-    return scheduler_pb2.InventoryEntry(
+    """One attempt that the worker holds, or that ended in the last 60 s; with a finish_reason its end has been told."""
+    entry = scheduler_pb2.InventoryEntry(
         key=key_to_wire(key), sequence_state=state.value, attach_ticket=attach_ticket, last_index=last_index
     )
+    if finish_reason is not None:
+        entry.finish_reason = finish_reason_to_wire(finish_reason)
+    return entry

@@ -520,11 +520,14 @@ class InventoryEntry(_message.Message):
     SEQUENCE_STATE_FIELD_NUMBER: _builtins.int
     ATTACH_TICKET_FIELD_NUMBER: _builtins.int
     LAST_INDEX_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
     sequence_state: _builtins.str
     """waiting_kv, running, parked, preempted, done"""
     attach_ticket: _builtins.bytes
     last_index: _builtins.int
     """output tokens computed"""
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """set once SequenceDone has been told: last_index is the length of the answer"""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey: ...
     def __init__(
@@ -534,10 +537,11 @@ class InventoryEntry(_message.Message):
         sequence_state: _builtins.str = ...,
         attach_ticket: _builtins.bytes = ...,
         last_index: _builtins.int = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_ticket", b"attach_ticket", "key", b"key", "last_index", b"last_index", "sequence_state", b"sequence_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_ticket", b"attach_ticket", "finish_reason", b"finish_reason", "key", b"key", "last_index", b"last_index", "sequence_state", b"sequence_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
