@@ -40,12 +40,13 @@ from scheduler.messages import (
     Ticked,
     Written,
 )
+from scheduler.retry_budget import RetryBudget
 from scheduler.sessions import WorkerSessions
 from scheduler.waiting import Waiter, Waiting
 from shared.domain import lifecycle_events as events
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, RequestId
-from shared.domain.lifecycle import RetryRule
+from shared.domain.lifecycle import RetryRule, deadline_exceeded
 from shared.domain.lifecycle_events import WriteStep
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestState, Role, StoredRequest
 from shared.domain.worker import LossLimits
@@ -65,6 +66,10 @@ class CoreLimits:
     gateway_grace_s: float
     resumable_grace_s: float = 30.0
     max_retries: int = 2
+    max_workers_lost: int = 2
+    retry_share: float = 0.2
+    retry_floor: int = 10
+    retry_window_s: float = 60.0
     retry_wait_s: float = 30.0
     delivered_wait_s: float = 90.0
     startup_hold_s: float = 10.0  # as long as a gateway waits for a scheduler, workers included
@@ -95,7 +100,8 @@ class SchedulerCore:
             ledger=self.ledger,
             waiting=self.waiting,
             fleet=self.fleet,
-            rule=RetryRule(max_retries=limits.max_retries),
+            rule=RetryRule(max_retries=limits.max_retries, max_workers_lost=limits.max_workers_lost),
+            budget=RetryBudget(share=limits.retry_share, floor=limits.retry_floor, window_s=limits.retry_window_s),
             emit=self._emit,
         )
         self._sessions = WorkerSessions(self._lives, epoch, limits.loss)
@@ -149,6 +155,8 @@ class SchedulerCore:
                 self._lives.refuse(event.stream, ServingError(ErrorCode.SUPERSEDED, "a newer reader took over"))
                 return
             entry.session = event.session
+            if entry.deadline is None:  # of an earlier scheduler's
+                entry.deadline = event.deadline
             old = self.ledger.attach(entry, event.stream)
             if old is not None and old != event.stream:
                 self._emit(CloseStream(stream=old))
@@ -159,7 +167,7 @@ class SchedulerCore:
             num_prompt_tokens=event.spec.num_prompt_tokens,
             max_total_tokens=event.spec.max_total_tokens,
         )
-        error = self._admission_error(event, waiter)
+        error = self._admission_error(event, waiter, now)
         if error is not None:
             held = self.lobby.take(waiter.request_id)
             if held is not None and held.stream != event.stream:
@@ -172,7 +180,7 @@ class SchedulerCore:
         admitted = events.Admitted(
             spec=event.spec, gateway_incarnation=event.gateway_incarnation, unix_ms=event.unix_ms
         )
-        self._lives.admit(admitted, waiter, event.stream, now, event.session)
+        self._lives.admit(admitted, waiter, event, now)
 
     def _open_lobby(self, now: float) -> None:
         """Whoever can be admitted or refused by now is."""
@@ -180,11 +188,13 @@ class SchedulerCore:
         for start in self.lobby:
             self._start(start, now)
 
-    def _admission_error(self, event: StartReceived, waiter: Waiter) -> ServingError | None:
+    def _admission_error(self, event: StartReceived, waiter: Waiter, now: float) -> ServingError | None:
         if not waiter.request_id:
             return ServingError(ErrorCode.INVALID_REQUEST, "request id must not be empty")
         if event.last_attempt_seen > 0:
             return ServingError(ErrorCode.STATE_UNAVAILABLE, NOT_KNOWN)
+        if event.deadline is not None and now >= event.deadline:
+            return deadline_exceeded()
         if self.is_draining:
             return ServingError(ErrorCode.DRAINING, "the scheduler takes no new requests")
         if not self.is_state_ready:
@@ -196,19 +206,21 @@ class SchedulerCore:
 
     def _cancel(self, event: CancelAsked, now: float) -> None:
         entry = self.ledger.get(event.request_id)
+        is_late = event.reason is CancelReason.DEADLINE  # by the gateway's clock
         if entry is not None:
-            self._lives.advance(entry, events.CancelRequested(reason=event.reason), now)
+            asked = events.DeadlinePassed() if is_late else events.CancelRequested(reason=event.reason)
+            self._lives.advance(entry, asked, now)
             self._lives.place(now)
             return
         held = self.lobby.take(event.request_id)
         if held is not None:
-            error = ServingError(ErrorCode.CANCELLED, "cancelled before it was admitted")
-            self._emit(
-                Tell(
-                    stream=held.stream,
-                    message=OutcomeTold(outcome=Outcome(state=RequestState.CANCELLED, error=error)),
-                )
+            outcome = Outcome(
+                state=RequestState.CANCELLED,
+                error=ServingError(ErrorCode.CANCELLED, "cancelled before it was admitted"),
             )
+            if is_late:
+                outcome = Outcome(state=RequestState.FAILED, error=deadline_exceeded())
+            self._emit(Tell(stream=held.stream, message=OutcomeTold(outcome=outcome)))
 
     def _delivered(self, event: DeliveredTold, now: float) -> None:
         entry = self.ledger.get(event.request_id)
@@ -355,6 +367,8 @@ class SchedulerCore:
             grace_s = self._limits.resumable_grace_s if entry.session else self._limits.gateway_grace_s
             if broken_at is not None and now - broken_at >= grace_s:
                 self._lives.advance(entry, events.CancelRequested(reason=CancelReason.GATEWAY_LOST), now)
+            if entry.deadline is not None and now >= entry.deadline and entry.record.outcome is None:
+                self._lives.advance(entry, events.DeadlinePassed(), now)
         self._give_up_waiting(now)
         self._open_lobby(now)
         self._lives.place(now)

@@ -48,10 +48,11 @@ from scheduler.messages import (
     WelcomeWorker,
     Written,
 )
+from scheduler.transcript import Transcript
 from shared.aio.channel import Channel
 from shared.aio.scope import spawn
 from shared.codec.kv import target_to_wire
-from shared.codec.request import key_to_wire, outcome_to_wire, spec_to_wire
+from shared.codec.request import key_to_wire, outcome_to_wire, spec_to_wire, timeout_to_wire
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, RequestId
@@ -107,6 +108,7 @@ class Driver:
         clock: Clock,
         metrics: Metrics,
         log: FilteringBoundLogger,
+        transcript: Transcript | None = None,
     ) -> None:
         self.core = core
         self.resigned = asyncio.Event()
@@ -119,6 +121,7 @@ class Driver:
         self._clock = clock
         self._metrics = metrics
         self._log = log
+        self._transcript = transcript
         self._events: deque[CoreEvent] = deque()
         self._is_stepping = False
         self._lanes = [Channel[PersistRecord](MAX_LANE_ITEMS) for _ in range(NUM_LANES)]
@@ -143,7 +146,11 @@ class Driver:
         self._is_stepping = True
         try:
             while self._events:
-                for effect in self.core.step(self._events.popleft(), self._clock.monotonic()):
+                event, now = self._events.popleft(), self._clock.monotonic()
+                effects = self.core.step(event, now)
+                if self._transcript is not None:
+                    self._transcript.add(event, now, effects)
+                for effect in effects:
                     self._perform(effect)
         finally:
             self._is_stepping = False
@@ -384,7 +391,7 @@ class Driver:
             case AckEvents():
                 return scheduler_pb2.SessionDown(scheduler_epoch=epoch, ack=scheduler_pb2.EventAck(upto=effect.upto))
             case SendCommand():
-                command = _body_to_wire(effect.body)
+                command = _body_to_wire(effect.body, self._clock.monotonic())
                 command.number = effect.number
                 command.key.CopyFrom(key_to_wire(effect.key))
                 return scheduler_pb2.SessionDown(scheduler_epoch=epoch, command=command)
@@ -392,14 +399,21 @@ class Driver:
                 assert_never(effect)
 
 
-def _body_to_wire(body: CommandBody) -> scheduler_pb2.Command:
+def _body_to_wire(body: CommandBody, now: float) -> scheduler_pb2.Command:
     match body:
         case ReserveJob():
-            reserve = scheduler_pb2.Reserve(spec=spec_to_wire(body.spec), delivered_ids=body.delivered_ids)
+            reserve = scheduler_pb2.Reserve(
+                spec=spec_to_wire(body.spec),
+                delivered_ids=body.delivered_ids,
+                timeout_ms=timeout_to_wire(body.deadline, now),
+            )
             return scheduler_pb2.Command(reserve=reserve)
         case PrefillJob():
             prefill = scheduler_pb2.Prefill(
-                spec=spec_to_wire(body.spec), target=target_to_wire(body.target), num_delivered=body.num_delivered
+                spec=spec_to_wire(body.spec),
+                target=target_to_wire(body.target),
+                num_delivered=body.num_delivered,
+                timeout_ms=timeout_to_wire(body.deadline, now),
             )
             return scheduler_pb2.Command(prefill=prefill)
         case AbortJob():

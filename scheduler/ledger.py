@@ -21,6 +21,8 @@ class Entry:
     record: RequestRecord
     stream: StreamId | None
     stream_broken_at: float | None = None
+    deadline: float | None = None
+    """When the client's time is over; None = not known, or never."""
     session: int = 0
     """Highest that a gateway has named; above 0 the answer can be resumed, so its gateway is waited for longer."""
     is_written: bool = False

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from operator import ge
 from typing import assert_never
 
@@ -27,9 +28,11 @@ from scheduler.messages import (
     RequestRequeued,
     RequeuedTold,
     ReserveJob,
+    StartReceived,
     StreamId,
     Tell,
 )
+from scheduler.retry_budget import RetryBudget
 from scheduler.waiting import Waiter, Waiting
 from shared.domain import lifecycle
 from shared.domain import lifecycle_events as events
@@ -37,27 +40,36 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestId, RequestKey, WorkerId
 from shared.domain.lifecycle import PLACED_STATES, RetryRule, Verdict
 from shared.domain.request import Outcome, RequestState, Role
-from shared.domain.worker import KvTarget, WorkerRef
+from shared.domain.worker import KvTarget, WorkerRef, WorkerState
 
 
 class Lives:
     """All requests in one place. `emit` takes each effect in the order in which it is to be performed."""
 
     def __init__(
-        self, *, ledger: Ledger, waiting: Waiting, fleet: Fleet, rule: RetryRule, emit: Callable[[CoreEffect], None]
+        self,
+        *,
+        ledger: Ledger,
+        waiting: Waiting,
+        fleet: Fleet,
+        rule: RetryRule,
+        budget: RetryBudget,
+        emit: Callable[[CoreEffect], None],
     ) -> None:
         self.ledger = ledger
         self.waiting = waiting
         self.fleet = fleet
         self.emit = emit
         self._rule = rule
+        self._budget = budget
         self._waiters: dict[RequestId, Waiter] = {}
         """Of every request that may go back to the queue: its place and what it remembers."""
 
-    def admit(self, event: events.Admitted, waiter: Waiter, stream: StreamId, now: float, session: int = 0) -> None:
+    def admit(self, event: events.Admitted, waiter: Waiter, start: StartReceived, now: float) -> None:
         """Into the queue; it is not placed before its admitted record is written."""
         step = lifecycle.advance(None, event, now, self._rule)
-        entry = Entry(record=step.record, stream=stream, session=session)
+        self._budget.admitted(now)
+        entry = Entry(record=step.record, stream=start.stream, deadline=start.deadline, session=start.session)
         self.ledger.add(entry)
         self._waiters[entry.request_id] = waiter
         self.waiting.admit(waiter)
@@ -91,7 +103,7 @@ class Lives:
     def advance(self, entry: Entry, event: events.Event, now: float) -> Verdict:
         before = entry.record
         try:
-            step = lifecycle.advance(before, event, now, self._rule)
+            step = lifecycle.advance(before, event, now, self._rule_for(event, now))
         except lifecycle.IllegalTransition as illegal:
             # The bug of a peer must not end the scheduler, with everyone else's requests.
             self.emit(Noted(what="illegal event", request_id=before.request_id, reason=str(illegal)))
@@ -105,6 +117,8 @@ class Lives:
             self.waiting.remove(entry.request_id)
         elif before.state is not RequestState.QUEUED and step.record.state is RequestState.QUEUED:
             self.waiting.put_back(self._waiters[entry.request_id])
+        if step.record.num_retries > before.num_retries and not _is_loss(event):
+            self._budget.take(now)
         self._note_delivered(entry, now)
         self._perform(entry, step.effects)
         self._unbook(before, step.record)
@@ -120,6 +134,13 @@ class Lives:
                 )
             )
         return step.verdict
+
+    def _rule_for(self, event: events.Event, now: float) -> RetryRule:
+        """With the word of the budget, where it counts."""
+        if not isinstance(event, events.AttemptFailed) or _is_loss(event) or self._budget.has_room(now):
+            return self._rule
+        self.emit(Refused(kind="retry_budget"))
+        return replace(self._rule, has_budget=False)
 
     def _note_delivered(self, entry: Entry, now: float) -> None:
         """What placement must know of it stands with the waiter."""
@@ -150,10 +171,11 @@ class Lives:
                 case events.Reserve():
                     key = RequestKey(entry.request_id, effect.attempt)
                     record = entry.record
-                    self.send(effect.worker, key, ReserveJob(spec=record.spec, delivered_ids=record.delivered_ids))
+                    job = ReserveJob(spec=record.spec, delivered_ids=record.delivered_ids, deadline=entry.deadline)
+                    self.send(effect.worker, key, job)
                 case events.StartPrefill():
                     key = RequestKey(entry.request_id, effect.attempt)
-                    self.send(effect.worker, key, _prefill_job(entry.record, effect.target))
+                    self.send(effect.worker, key, _prefill_job(entry, effect.target))
                 case events.Abort():
                     self.send(effect.hold.worker, RequestKey(entry.request_id, effect.hold.attempt), AbortJob())
                 case events.Release():
@@ -227,10 +249,26 @@ class Lives:
         elif entry.is_written:
             self.tell_queued(entry)
 
-    def fail_if_placed_on(self, entry: Entry, worker: Worker, now: float) -> None:
+    def lose_holder(
+        self, entry: Entry, worker: Worker, change: events.WorkerLost | events.WorkerGone, now: float
+    ) -> None:
+        """A worker start is given up, or gone: so are its holds, and the attempt that is placed on it."""
+        record = entry.record
+        was_held = any(hold.worker == worker.ref and hold.attempt == record.attempt for hold in record.holds)
+        self.advance(entry, change, now)
         record = entry.record
         if record.state in PLACED_STATES and worker.ref in (record.prefill, record.decode):
-            failed = events.AttemptFailed(attempt=record.attempt, role=worker.facts.role, error=worker_lost(worker))
+            # One that was being stopped did not die of what it held.
+            is_drained = worker.state in (WorkerState.DRAINING, WorkerState.STOPPED)
+            error = (
+                ServingError(ErrorCode.DRAINING, "the worker has been stopped") if is_drained else worker_lost(worker)
+            )
+            failed = events.AttemptFailed(
+                attempt=record.attempt,
+                role=worker.facts.role,
+                error=error,
+                has_lost_holder=was_held and not is_drained,
+            )
             self.remember_failure(entry.request_id, worker.ref)
             self.advance(entry, failed, now)
 
@@ -295,8 +333,14 @@ class Lives:
         return {pair.prefill.worker_id, pair.decode.worker_id}
 
 
-def _prefill_job(record: lifecycle.RequestRecord, target: KvTarget) -> PrefillJob:
-    return PrefillJob(spec=record.spec, target=target, num_delivered=len(record.delivered_ids))
+def _is_loss(event: events.Event) -> bool:
+    """Of a worker: its retries are not counted (see `scheduler.retry_budget`)."""
+    return isinstance(event, events.AttemptFailed) and event.error.code is ErrorCode.WORKER_LOST
+
+
+def _prefill_job(entry: Entry, target: KvTarget) -> PrefillJob:
+    record = entry.record
+    return PrefillJob(spec=record.spec, target=target, num_delivered=len(record.delivered_ids), deadline=entry.deadline)
 
 
 def worker_lost(worker: Worker) -> ServingError:

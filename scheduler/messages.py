@@ -29,6 +29,8 @@ class StartReceived:
     last_attempt_seen: Attempt
     epoch_seen: Epoch
     unix_ms: int
+    deadline: float | None = None
+    """When the client's time is over, by the clock of `step`."""
     session: int = 0
     """Of the gateway's; above 0 the answer can be resumed by a higher one."""
 
@@ -296,6 +298,7 @@ class ReserveJob:
 
     spec: RequestSpec
     delivered_ids: tuple[TokenId, ...] = ()
+    deadline: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +309,7 @@ class PrefillJob:
     target: KvTarget
     num_delivered: int = 0
     """Above 0: token 1 exists, none is sampled."""
+    deadline: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

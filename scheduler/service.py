@@ -40,6 +40,7 @@ from shared.codec.errors import detail_to_error
 from shared.codec.kv import target_from_wire
 from shared.codec.request import (
     cancel_reason_from_wire,
+    deadline_from_wire,
     finish_reason_from_wire,
     key_from_wire,
     outcome_to_wire,
@@ -110,6 +111,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                     last_attempt_seen=Attempt(start.last_attempt_seen),
                     epoch_seen=Epoch(start.scheduler_epoch),
                     unix_ms=self._clock.unix_ms(),
+                    deadline=deadline_from_wire(start.timeout_ms, self._clock.monotonic()),
                     session=start.session,
                 )
             )

@@ -256,13 +256,11 @@ class WorkerSessions:
         self._close_session(worker, reason)
         self._lives.emit(Noted(what="worker lost", worker_id=worker.worker_id, reason=reason))
         for entry in self._ledger:
-            self._lives.advance(entry, events.WorkerLost(worker=worker.ref), now)
-            self._lives.fail_if_placed_on(entry, worker, now)
+            self._lives.lose_holder(entry, worker, events.WorkerLost(worker=worker.ref), now)
 
     def forget(self, worker: Worker, reason: str, now: float) -> None:
         """A worker start is over, and with it all that it held."""
         self._lives.emit(Noted(what="worker gone", worker_id=worker.worker_id, reason=reason))
         self._fleet.remove(worker)
         for entry in self._ledger:
-            self._lives.advance(entry, events.WorkerGone(worker=worker.ref), now)
-            self._lives.fail_if_placed_on(entry, worker, now)
+            self._lives.lose_holder(entry, worker, events.WorkerGone(worker=worker.ref), now)

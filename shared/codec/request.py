@@ -1,11 +1,15 @@
 """Requests and their outcomes, domain <-> wire. Total both ways; what the wire cannot mean raises INVALID_REQUEST."""
 
+import math
+
 from shared.codec.errors import detail_to_error, error_to_detail
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, RequestState
 from shared.domain.sampling import SamplingParams, TokenLogprobs
 from shared.wire import common_pb2, scheduler_pb2
+
+MAX_TIMEOUT_MS = 2**32 - 1  # 49 days
 
 _FINISH_TO_WIRE = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -53,6 +57,16 @@ def spec_from_wire(spec: common_pb2.RequestSpec) -> RequestSpec:
         )
     except ValueError as error:
         raise ServingError(ErrorCode.INVALID_REQUEST, f"request spec: {error}") from error
+
+
+def timeout_to_wire(deadline: float | None, now: float) -> int:
+    """What is left in milliseconds, at least 1; 0 = no deadline."""
+    return 0 if deadline is None else min(max(math.ceil((deadline - now) * 1000), 1), MAX_TIMEOUT_MS)
+
+
+def deadline_from_wire(timeout_ms: int, now: float) -> float | None:
+    """By the clock of `now`; None = no deadline."""
+    return now + timeout_ms / 1000 if timeout_ms else None
 
 
 def _sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:

@@ -16,6 +16,7 @@ from shared.domain.lifecycle_events import (
     FENCED,
     Abort,
     Admitted,
+    Adopted,
     AnswerComplete,
     AttemptFailed,
     CancelRequested,
@@ -24,7 +25,9 @@ from shared.domain.lifecycle_events import (
     Delivered,
     Effect,
     Event,
+    GatewayBack,
     Hold,
+    Inherited,
     KvCommitted,
     Persist,
     PlacementChosen,
@@ -62,7 +65,11 @@ class RequestRecord:
     admitted_at: float
     admitted_unix_ms: int
     entered_at: float
+    is_adopted: bool = False
+    """The present attempt is an earlier scheduler's: of it its workers and its gateway know more than is known here."""
     num_retries: int = 0
+    num_workers_lost: int = 0
+    """Worker starts that were given up while they held an attempt of it."""
     delivered_ids: tuple[TokenId, ...] = ()
     """Output tokens that the gateway holds: the next attempt goes on behind them. Never leaves this process's memory
     but for a worker."""
@@ -127,9 +134,16 @@ class RetryRule:
     """When a failed attempt goes back to the queue. A guard, not a state."""
 
     max_retries: int = 0
+    max_workers_lost: int = 2
+    """One that so many workers did not survive ends: the next worker might be the next victim."""
+    has_budget: bool = True
+    """More attempts may be tried again now; see `scheduler.retry_budget`."""
 
-    def can_retry(self, record: RequestRecord, error: ServingError) -> bool:
-        return error.row.is_retryable and record.num_retries < self.max_retries
+    def can_retry(self, record: RequestRecord, event: AttemptFailed) -> bool:
+        if event.error.code is ErrorCode.DRAINING:
+            return True  # a worker that is being stopped refuses what was on its way: as good as not placed
+        has_budget = self.has_budget or event.error.code is ErrorCode.WORKER_LOST
+        return event.error.row.is_retryable and record.num_retries < self.max_retries and has_budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +158,8 @@ class Row:
 def advance(record: RequestRecord | None, event: Event, now: float, rule: RetryRule) -> Step:
     """The one way a record changes. `record` is None before Admitted. Raises IllegalTransition and changes nothing."""
     if record is None:
+        if isinstance(event, Adopted):
+            return _adopt(event, now)
         if not isinstance(event, Admitted):
             raise IllegalTransition(None, event)
         return _admit(event, now)
@@ -155,6 +171,11 @@ def advance(record: RequestRecord | None, event: Event, now: float, rule: RetryR
     if (record.state, type(event)) in IGNORED:
         return Step(record=record, verdict=Verdict.IGNORED)
     raise IllegalTransition(record.state, event)
+
+
+def deadline_exceeded() -> ServingError:
+    """What a request ends with whose time is over, whoever sees it first."""
+    return ServingError(ErrorCode.DEADLINE_EXCEEDED, "the time for this request is over")
 
 
 def _admit(event: Admitted, now: float) -> Step:
@@ -170,12 +191,74 @@ def _admit(event: Admitted, now: float) -> Step:
     return Step(record=record, effects=(Persist(step=WriteStep.ADMITTED), TellQueued()))
 
 
+def _adopt(event: Adopted, now: float) -> Step:
+    """Placed = PREFILLING, the state that takes whatever its workers may say next; they tell which one it is."""
+    record = RequestRecord(
+        spec=event.spec,
+        state=RequestState.PREFILLING if event.was_placed else RequestState.QUEUED,
+        attempt=event.attempt,
+        gateway_incarnation=event.gateway_incarnation,
+        admitted_at=now,
+        admitted_unix_ms=event.unix_ms,
+        entered_at=now,
+        is_adopted=True,
+    )
+    return Step(record=record)
+
+
+def _gateway_back(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    assert isinstance(event, GatewayBack)
+    back = replace(record, spec=event.spec, gateway_incarnation=event.gateway_incarnation)
+    is_later = event.last_attempt_seen > record.attempt
+    if is_later or (event.last_attempt_seen == record.attempt and record.state is RequestState.QUEUED):
+        return _raised(back, event.last_attempt_seen, now)
+    return Step(record=back)
+
+
+def _inherited(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
+    assert isinstance(event, Inherited)
+    if not record.is_adopted or event.attempt < record.attempt:
+        return Step(record=record, verdict=Verdict.IGNORED)
+    effects: tuple[Effect, ...] = ()
+    if event.attempt > record.attempt or record.state is RequestState.QUEUED:
+        raised = _raised(record, event.attempt, now)
+        record, effects = raised.record, raised.effects
+    if not event.is_held:
+        return Step(record=record, effects=effects)
+    hold = Hold(worker=event.worker, role=event.role, attempt=event.attempt)
+    if hold.key not in {held.key for held in record.holds}:
+        record = replace(record, holds=(*record.holds, hold))
+    if event.role is Role.PREFILL:
+        return Step(record=replace(record, prefill=event.worker), effects=effects)
+    state = RequestState.DECODING if event.is_running else record.state
+    held = replace(
+        _enter(record, state, now, decode=event.worker), target=event.target, attach_ticket=event.attach_ticket
+    )
+    return Step(record=held, effects=effects)
+
+
+def _raised(record: RequestRecord, attempt: Attempt, now: float) -> Step:
+    """To a later attempt than the one that was known; whoever holds an earlier one lets go of it."""
+    aborts = tuple(Abort(hold=hold) for hold in record.holds)
+    raised = replace(
+        _requeued(record, now),
+        state=RequestState.PREFILLING,
+        attempt=attempt,
+        is_adopted=True,
+        awaits_delivered=None,
+        requeue_reason="",
+        unreleased=(*record.unreleased, *record.holds),
+        holds=(),
+    )
+    return Step(record=raised, effects=aborts)
+
+
 def _placement_chosen(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
     assert isinstance(event, PlacementChosen)
     if record.awaits_delivered is not None:
         raise IllegalTransition(record.state, event)
     placed = _enter(record, RequestState.PLACING, now, prefill=event.prefill, decode=event.decode)
-    return Step(record=placed, effects=(Persist(step=WriteStep.PLACED),))
+    return Step(record=replace(placed, is_adopted=False), effects=(Persist(step=WriteStep.PLACED),))
 
 
 def _placement_written(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
@@ -251,9 +334,17 @@ def _attempt_failed(record: RequestRecord, event: Event, now: float, rule: Retry
     assert isinstance(event, AttemptFailed)
     if record.state is RequestState.DECODING and event.role is Role.PREFILL:
         return Step(record=record, verdict=Verdict.IGNORED)  # decode has all it needs
-    if rule.can_retry(record, event.error):
-        retried = replace(record, num_retries=record.num_retries + 1)
-        return _abort_and_requeue(retried, event.error.code.value.lower(), now)
+    if event.has_lost_holder:
+        record = replace(record, num_workers_lost=record.num_workers_lost + 1)
+        if record.num_workers_lost >= rule.max_workers_lost:
+            error = ServingError(
+                ErrorCode.REQUEST_POISONED, f"{record.num_workers_lost} workers were lost while they held the request"
+            )
+            return _end(record, Outcome(state=RequestState.FAILED, error=error), now)
+    if rule.can_retry(record, event):
+        if event.error.code is not ErrorCode.DRAINING:
+            record = replace(record, num_retries=record.num_retries + 1)
+        return _abort_and_requeue(record, event.error.code.value.lower(), now)
     return _end(record, Outcome(state=RequestState.FAILED, error=event.error), now)
 
 
@@ -271,8 +362,7 @@ def _cancelled(record: RequestRecord, event: Event, now: float, rule: RetryRule)
 
 
 def _deadline_passed(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
-    error = ServingError(ErrorCode.DEADLINE_EXCEEDED, "the deadline of the request has passed")
-    return _end(record, Outcome(state=RequestState.FAILED, error=error), now)
+    return _end(record, Outcome(state=RequestState.FAILED, error=deadline_exceeded()), now)
 
 
 def _capacity_lost(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
@@ -333,6 +423,7 @@ def _requeued(record: RequestRecord, now: float) -> RequestRecord:
         decode=None,
         target=None,
         attach_ticket=b"",
+        is_adopted=False,
     )
 
 
@@ -340,7 +431,7 @@ def _abort_and_requeue(record: RequestRecord, reason: str, now: float) -> Step:
     """A gateway that was told of the attempt may hold tokens of it, and is asked before the next one is placed."""
     aborts = tuple(Abort(hold=hold) for hold in record.holds)
     requeued = replace(_requeued(record, now), unreleased=(*record.unreleased, *record.holds), holds=())
-    if record.target is None:
+    if record.target is None and not record.is_adopted:
         return Step(record=requeued, effects=(*aborts, TellQueued()))
     asking = replace(requeued, awaits_delivered=record.attempt, requeue_reason=reason)
     return Step(record=asking, effects=(*aborts, TellRequeued()))
@@ -377,6 +468,10 @@ PLACED_STATES = (_PLACING, _PREFILLING, _TRANSFERRING, _DECODING)
 _DECODE, _SCHEDULER = "decode worker", "scheduler"
 
 
+def _once(*states: RequestState) -> tuple[RequestState, ...]:
+    return tuple(dict.fromkeys(states))
+
+
 def _build_table() -> dict[tuple[RequestState, type[Event]], Row]:
     table: dict[tuple[RequestState, type[Event]], Row] = {
         (_QUEUED, PlacementChosen): Row(nexts=(_PLACING,), reported_by="placement", apply=_placement_chosen),
@@ -396,6 +491,10 @@ def _build_table() -> dict[tuple[RequestState, type[Event]], Row]:
         table[state, SequenceDone] = Row(nexts=(_FINISHED,), reported_by=_DECODE, apply=_finished)
         # A reservation too: an older sequence that runs needs its blocks.
         table[state, Preempted] = Row(nexts=(_QUEUED,), reported_by=_DECODE, apply=_preempted)
+    for state in (_QUEUED, _PREFILLING, _TRANSFERRING, _DECODING):
+        table[state, GatewayBack] = Row(nexts=_once(state, _PREFILLING), reported_by="gateway", apply=_gateway_back)
+        nexts = _once(state, _PREFILLING, _DECODING)
+        table[state, Inherited] = Row(nexts=nexts, reported_by="inventory of a worker", apply=_inherited)
     for state in PLACED_STATES:
         # Straight to the end where nothing was commanded yet or every holder is lost.
         table[state, CancelRequested] = Row(
@@ -418,13 +517,15 @@ def _build_ignored() -> dict[tuple[RequestState, type[Event]], str]:
         (_DECODING, PrefillDone): "overtaken by KvCommitted",
         (_TRANSFERRING, PrefillDone): "said twice",
         (_DECODING, KvCommitted): "said twice",
+        (_PLACING, GatewayBack): "it came before the placement",
+        (_PLACING, Inherited): "placed in the meantime",
     }
     for state in (_PREFILLING, _TRANSFERRING, _DECODING):
         ignored[state, PlacementWritten] = "said twice"
         ignored[state, Reserved] = "said twice"
     said_earlier = (
         PlacementWritten, Reserved, ReserveRefused, PrefillDone, KvCommitted, SequenceDone, Preempted, AttemptFailed,
-        Delivered, AnswerComplete, CancelRequested, DeadlinePassed, CapacityLost,
+        Delivered, AnswerComplete, CancelRequested, DeadlinePassed, CapacityLost, GatewayBack, Inherited,
     )  # fmt: skip
     for state in (_ABORTING, *sorted(TERMINAL_STATES)):
         for event in said_earlier:

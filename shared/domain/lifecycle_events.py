@@ -41,6 +41,42 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """An earlier scheduler admitted the request; `was_placed` past QUEUED. Its spec comes with `GatewayBack`."""
+
+    spec: RequestSpec
+    gateway_incarnation: Incarnation
+    unix_ms: int
+    attempt: Attempt
+    was_placed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayBack:
+    """The gateway of an adopted request dialled the new scheduler; 0 = it was never told of an attempt."""
+
+    spec: RequestSpec
+    gateway_incarnation: Incarnation
+    last_attempt_seen: Attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inherited:
+    """A worker's inventory names an attempt of an adopted request, which may be a later one than the record's.
+
+    `is_held` False: it has ended there. `is_running` and what follows it are decode's.
+    """
+
+    attempt: Attempt
+    worker: WorkerRef
+    role: Role
+    is_held: bool
+    is_running: bool = False
+    target: KvTarget | None = None
+    attach_ticket: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementChosen:
     """The pair of workers for this attempt."""
 
@@ -126,6 +162,8 @@ class AttemptFailed:
     attempt: Attempt
     role: Role
     error: ServingError
+    has_lost_holder: bool = False
+    """A worker start was given up while it held the attempt, and that is why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +208,9 @@ class WorkerGone:
 
 Event: TypeAlias = (
     Admitted
+    | Adopted
+    | GatewayBack
+    | Inherited
     | PlacementChosen
     | PlacementWritten
     | Reserved
@@ -281,7 +322,7 @@ Effect: TypeAlias = (
 
 
 EVENT_TYPES: tuple[type[Event], ...] = (
-    Admitted, PlacementChosen, PlacementWritten, Reserved, ReserveRefused, PrefillDone, KvCommitted, SequenceDone,
+    Admitted, Adopted, GatewayBack, Inherited, PlacementChosen, PlacementWritten, Reserved, ReserveRefused, PrefillDone, KvCommitted, SequenceDone,
     Delivered, AnswerComplete, Preempted, AttemptFailed, CancelRequested, DeadlinePassed, CapacityLost, Released,
     WorkerLost, WorkerGone,
 )  # fmt: skip

@@ -61,6 +61,8 @@ class CancelReason(StrEnum):
 
     DISCONNECT = "disconnect"
     DELETE = "delete"
+    DEADLINE = "deadline"
+    """Its end is a failure, not a cancellation: who asks first makes no difference to the outcome."""
     GATEWAY_LOST = "gateway_lost"
     SLOW_CLIENT = "slow_client"
     SHUTDOWN = "shutdown"
