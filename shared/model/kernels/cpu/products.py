@@ -3,7 +3,9 @@
 Every output of every row is summed in one fixed order that depends on nothing but k: how, the kinds say
 (`integer_products`, `float_products`). Here are the two ways through the same arithmetic, for a unit of 16 outputs:
 
-- up to four rows: weights go from memory through registers into the sums;
+- up to four rows: weights go from memory through registers into the sums, and while a unit is multiplied all of the
+  unit behind it is asked for, line by line as it lies (a quarter faster than a fixed distance within each block, which
+  asks for the first half of every second block too late);
 - more rows: tiles of rows. For each group the weights are unpacked once, to scratch in the first-level cache, and the
   rows take turns at them, a few together. The tile's sums lie beside them, [row of tile][16] float32.
 """
@@ -18,9 +20,6 @@ from shared.model.kernels.cpu.vectors import INT64, Emitter, Value, constant, f3
 
 TILE_ROWS: Final = 64
 """Rows of a tile: their sums take 4 KiB, a group of their activations 4 to 8: half of a first-level cache of 32."""
-AHEAD: Final = 2048
-"""Bytes by which few rows ask for weights before they use them: a tenth faster from memory (1024: no gain, 4096: none
-more)."""
 FEW_ROWS: Final = 4
 """Rows for which unpacking in registers wins: a fifth at 3 and 4; beyond, their sums fill the registers."""
 BLOCKS: Final = 2
@@ -173,9 +172,10 @@ def _emit_few(emit: Emitter, unit: _Unit, count: int) -> None:
     """`count` rows straight from packed weights, the sums in registers."""
     totals = [emit.variable(f32x8, constant(f32x8, 0.0)) for _ in range(count * BLOCKS)]
     with emit.loop(unit.num_groups) as group:
-        for block in unit.group(emit, group):
-            for line in range(0, unit.kind.group_bytes, 64):
-                emit.prefetch(block, AHEAD + line)
+        group_bytes = unit.kind.group_bytes * (1 if unit.kind.is_joined else BLOCKS)
+        ahead = emit.at(unit.weights, emit.times(emit.at(unit.num_groups, group), group_bytes))
+        for line in range(0, group_bytes, 64):
+            emit.prefetch(ahead, line)
         rows = unit.rows(emit, group, constant(i64, 0), count)
         before = [partial(emit.get, total) for total in totals]
         after = unit.kind.add_packed(emit, unit.group(emit, group), rows, before)
