@@ -12,6 +12,7 @@ from scheduler.driver import Driver
 from scheduler.messages import DrainStarted
 from scheduler.reaper import finish_orphans, reap
 from scheduler.service import Identity, SchedulerService
+from scheduler.transcript import Transcript
 from shared.aio.scope import cancel_and_wait, spawn, stop_when
 from shared.domain.errors import ServingError
 from shared.domain.request import Role
@@ -84,7 +85,16 @@ async def _be_active(
     store, cancels = RequestStore(client), Cancellations(client)
     process.log.info("orphaned records finished", count=await finish_orphans(store, keeper.epoch))
     core = SchedulerCore(config.core_limits, keeper.epoch)
-    driver = Driver(core, store=store, marks=cancels, clock=process.clock, metrics=process.metrics, log=process.log)
+    folder = config.core_transcripts
+    driver = Driver(
+        core,
+        store=store,
+        marks=cancels,
+        clock=process.clock,
+        metrics=process.metrics,
+        log=process.log,
+        transcript=None if folder is None else Transcript(folder, keeper.epoch, config.core_limits),
+    )
     process.metrics.requests(lambda: {state.value: count for state, count in core.ledger.num_by_state().items()})
     identity = Identity(name=Role.SCHEDULER.value, pid=os.getpid(), address=server.address, admin_url=process.admin_url)
     service.activate(driver, identity)

@@ -118,11 +118,19 @@ class WorkerSession:
     def num_unacknowledged(self) -> int:
         return len(self._events)
 
+    @property
+    def is_told(self) -> bool:
+        """The last heartbeat that was asked for has been written, or there is nobody to write it to."""
+        return not self._heartbeat_asked or not self._is_established
+
     def post(self, event: scheduler_pb2.WorkerEvent) -> None:
         """Numbers the event and keeps it until the scheduler has acknowledged it."""
         self._last_number += 1
         event.number = self._last_number
         self._events.append(event)
+        self._log.debug(
+            "reported", what=event.WhichOneof("event"), request_id=event.key.request_id, attempt=event.key.attempt
+        )
         self._wake.set()
 
     def heartbeat_soon(self) -> None:

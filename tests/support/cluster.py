@@ -145,11 +145,16 @@ class Cluster:
         """Every live process of this system, by the operating system's word."""
         return processes.marked_pids(self.mark)
 
+    @property
+    def log_folder(self) -> Path | None:
+        """Where each child has its log; None before `up` has said it."""
+        said = self.log_path.read_text(errors="replace").splitlines()
+        return next((Path(line.removeprefix(LOGS_LINE)) for line in said if line.startswith(LOGS_LINE)), None)
+
     def log_tail(self) -> str:
         """The ends of the logs of `up` and of each of its children."""
-        said = self.log_path.read_text(errors="replace").splitlines()
-        folders = [Path(line.removeprefix(LOGS_LINE)) for line in said if line.startswith(LOGS_LINE)]
-        paths = [self.log_path, *(path for folder in folders for path in sorted(folder.glob("*.log")))]
+        folder = self.log_folder
+        paths = [self.log_path, *([] if folder is None else sorted(folder.glob("*.log")))]
         return "\n".join(f"--- {path.name}\n{_tail(path)}" for path in paths)
 
     def interrupt(self) -> None:
