@@ -7,6 +7,8 @@ from decode_worker.sequence import HeldSequence
 from shared.codec import worker_events
 from shared.domain.ids import RequestKey
 from shared.domain.request import SequenceState
+from shared.engine.decode_runner import DecodeStep
+from shared.obs.metrics import Metrics
 from shared.wire import scheduler_pb2
 
 
@@ -43,6 +45,18 @@ def sequence_counts(rows: Iterable[HeldSequence]) -> Mapping[str, int]:
     return counts
 
 
+def count_step(metrics: Metrics, step: DecodeStep, rows: Mapping[RequestKey, HeldSequence]) -> None:
+    """What a step has computed, for the metrics and with each row that took part."""
+    if step.num_sequences:
+        metrics.step_sequences.record(step.num_sequences)
+        metrics.tokens_computed.add(len(step.tokens) + step.num_replayed)
+        metrics.replayed_tokens.add(step.num_replayed)
+    for key, num_tokens in step.replayed.items():
+        rows[key].num_replayed += num_tokens
+    for token in step.tokens:
+        rows[token.key].num_computed += 1
+
+
 def ended_fields(row: HeldSequence) -> dict[str, object]:
     """The one line that is logged of an attempt. No content."""
     end = row.outbox.end
@@ -56,6 +70,7 @@ def ended_fields(row: HeldSequence) -> dict[str, object]:
         "delivered_tokens": len(row.delivered),
         "output_tokens": row.outbox.last_index,
         "computed_tokens": row.num_computed,
+        "replayed_tokens": row.num_replayed,
         "cached_tokens": row.cached_tokens,
         "tokens_held": row.tokens_held,
         "kv_bytes": row.kv_bytes,

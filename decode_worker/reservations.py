@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from shared.domain.ids import BlockId, RequestKey, TokenId, TransferId
 from shared.domain.request import RequestSpec
+from shared.domain.worker import NO_WORK, Work
 from shared.kv.block_pool import BlockPool
 from shared.kv.prefix_cache import PrefixCache
 from shared.transfer.tombstones import Tombstone, Tombstones
@@ -165,11 +166,11 @@ class Reservations:
         reservation = self._held.pop(key, None)
         return 0 if reservation is None else self._pool.free(reservation.blocks)
 
-    def bury(self, key: RequestKey, now: float, *, computed_tokens: int = 0) -> None:
+    def bury(self, key: RequestKey, now: float, *, work: Work = NO_WORK) -> None:
         """The attempt has ended here: what arrives late of it is refused. Raises ValueError while it holds blocks."""
         if key in self._held:
             raise ValueError(f"{key} still holds blocks")
-        self._tombstones.bury(key, now, computed_tokens=computed_tokens)
+        self._tombstones.bury(key, now, work=work)
 
     def tombstone(self, key: RequestKey, now: float) -> Tombstone | None:
         return self._tombstones.find(key, now)

@@ -10,6 +10,7 @@ from decode_worker.reservations import Reservation
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId, TransferId
 from shared.domain.request import FinishReason, RequestSpec, SequenceState
+from shared.domain.worker import Work
 from shared.engine.executor import SampledToken, finish_reason
 from shared.kv.block_table import BlockTable
 from shared.kv.frames import FrameReceiver, RejectCode
@@ -74,6 +75,7 @@ class HeldSequence:
     cached_tokens: int = 0
     num_computed: int = 0
     kv_bytes: int = 0
+    num_replayed: int = 0
     reader: TokenReader | None = None
     session: int = 0  # highest that a gateway has named for a resumable answer
     next_unsent: int = 1
@@ -119,6 +121,19 @@ class HeldSequence:
         return self.stage is Stage.ENDED and not self.is_in_engine and not self.receiver.is_copying
 
     @property
+    @property
+    def work(self) -> Work:
+        """What was done for it here."""
+        upto = max(self.outbox.acked_upto, self.next_unsent - 1)
+        end = self.outbox.end
+        delivered_upto = upto if end is None else min(upto, end.index)
+        num_before = max(len(self.delivered), 1)  # token 1 came from prefill
+        return Work(
+            computed_tokens=self.num_computed,
+            replayed_tokens=self.num_replayed,
+            undelivered_tokens=max(0, self.num_computed - max(0, delivered_upto - num_before)),
+        )
+
     def has_undelivered(self) -> bool:
         """Tokens, or the word that it ended, which no gateway has acknowledged."""
         return not self.outbox.is_done

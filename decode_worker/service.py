@@ -23,7 +23,7 @@ from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId, TransferId, WorkerId
 from shared.domain.request import FinishReason, RequestSpec
-from shared.domain.worker import KvTarget
+from shared.domain.worker import NO_WORK, KvTarget
 from shared.engine.decode_runner import DecodeSequence, DecodeStep, Join, Leave
 from shared.engine.executor import SampledToken
 from shared.kv.block_pool import BlockPool
@@ -232,8 +232,8 @@ class DecodeService:
             tombstone = self._reservations.tombstone(key, now)
             if tombstone is None:
                 self._reservations.bury(key, now)
-            computed = 0 if tombstone is None else tombstone.computed_tokens
-            self._events.post(worker_events.released(key, epoch, blocks_freed=0, computed_tokens=computed))
+            work = NO_WORK if tombstone is None else tombstone.work
+            self._events.post(worker_events.released(key, epoch, blocks_freed=0, work=work))
             return
         row.release_epoch = epoch
         self._end(row)
@@ -306,10 +306,7 @@ class DecodeService:
 
     def on_step(self, step: DecodeStep) -> None:
         """The report of one step."""
-        if step.num_sequences:
-            self._metrics.step_sequences.record(step.num_sequences)
-            self._metrics.tokens_computed.add(len(step.tokens) + step.num_replayed)
-            self._metrics.replayed_tokens.add(step.num_replayed)
+        reports.count_step(self._metrics, step, self._rows)
         now = self._clock.monotonic()
         for key in step.joined:
             row = self._rows.get(key)
@@ -321,7 +318,6 @@ class DecodeService:
                 self._events.post(worker_events.kv_committed(key, row.epoch, num_bytes=row.kv_bytes))
         for token in step.tokens:
             row = self._rows[token.key]
-            row.num_computed += 1
             row.is_in_engine = token.finish is None
             if row.stage is Stage.ENDED:  # made while its Leave was on the way
                 self._settle(row)
@@ -472,9 +468,7 @@ class DecodeService:
         if freed:
             self._events.heartbeat_soon()
         if row.release_epoch is not None:
-            self._events.post(
-                worker_events.released(row.key, row.release_epoch, blocks_freed=freed, computed_tokens=row.num_computed)
-            )
+            self._events.post(worker_events.released(row.key, row.release_epoch, blocks_freed=freed, work=row.work))
             self._forget(row)
         elif row.is_broken_off:
             self._forget(row)
@@ -484,7 +478,7 @@ class DecodeService:
     def _forget(self, row: HeldSequence) -> None:
         if self._rows.pop(row.key, None) is None:
             return
-        self._reservations.bury(row.key, self._clock.monotonic(), computed_tokens=row.num_computed)
+        self._reservations.bury(row.key, self._clock.monotonic(), work=row.work)
         self._events.heartbeat_soon()  # a place is free again
         self._log.info("attempt ended", **reports.ended_fields(row))
 

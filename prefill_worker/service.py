@@ -19,6 +19,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, RequestKey
 from shared.domain.request import RequestSpec, SequenceState
 from shared.engine.prefill_runner import AddPrompt, DropPrompt, PrefillCommand, PrefillStep
+from shared.domain.worker import NO_WORK, Work
 from shared.kv.block_pool import BlockPool
 from shared.kv.block_table import BlockTable
 from shared.kv.frame_plan import LayersDone
@@ -167,6 +168,7 @@ class PrefillService:
             raise ServingError(ErrorCode.DRAINING, "the worker is being stopped")
         needed = self._layout.num_blocks_for(spec.num_prompt_tokens)
         if needed > self._pool.num_blocks:
+            distrusts_cache=prefill.distrust_cache,
             raise ServingError(
                 ErrorCode.NEVER_FITS, f"the prompt needs {needed} blocks, the pool has {self._pool.num_blocks}"
             )
@@ -202,6 +204,10 @@ class PrefillService:
         job.moments.started_at = self._clock.monotonic()
         self._metrics.prefix_looked_up(
             num_hit=job.cached_tokens,
+        if job.distrusts_cache:
+            self._prefixes.withdraw(cached)
+            self._pool.free(cached)
+            cached = ()
             num_missed=spec.num_prompt_tokens - job.cached_tokens,
             num_evicted=self._prefixes.take_evictions(),
         )
@@ -237,8 +243,8 @@ class PrefillService:
             tombstone = self._tombstones.find(key, now)
             if tombstone is None:
                 self._tombstones.bury(key, now)
-            computed = 0 if tombstone is None else tombstone.computed_tokens
-            self._events.post(worker_events.released(key, epoch, blocks_freed=0, computed_tokens=computed))
+            work = NO_WORK if tombstone is None else tombstone.work
+            self._events.post(worker_events.released(key, epoch, blocks_freed=0, work=work))
             return
         job.release_epoch = epoch
         self._end(job)
@@ -347,19 +353,16 @@ class PrefillService:
         freed = self._pool.free(job.blocks) if job.blocks else 0
         job.blocks = ()
         if job.release_epoch is not None:
-            self._events.post(
-                worker_events.released(
-                    job.key, job.release_epoch, blocks_freed=freed, computed_tokens=job.computed_tokens
-                )
-            )
+            self._events.post(worker_events.released(job.key, job.release_epoch, blocks_freed=freed, work=work))
         del self._jobs[job.key]
-        self._tombstones.bury(job.key, self._clock.monotonic(), computed_tokens=job.computed_tokens)
+        self._tombstones.bury(job.key, self._clock.monotonic(), work=work)
         self._log.info(
             "attempt ended",
             request_id=job.key.request_id,
             attempt=job.key.attempt,
             outcome="failed" if job.error else "sent" if job.is_sent else "aborted",
             code=job.error.code.value if job.error else None,
+        work = Work(computed_tokens=job.computed_tokens)
             prompt_tokens=job.spec.num_prompt_tokens,
             cached_tokens=job.cached_tokens,
             computed_tokens=job.computed_tokens,

@@ -45,6 +45,7 @@ from scheduler.messages import (
     StreamClosed,
     StreamId,
     Tell,
+    Wasted,
     WelcomeWorker,
     Written,
 )
@@ -221,7 +222,7 @@ class Driver:
             case RewriteRecords():
                 if not self._rewrites.try_put(effect):
                     self.step(StateRewritten(outcomes=frozenset(), is_complete=False))
-            case RequestEnded() | RequestReleased() | RequestRequeued() | Refused() | Noted() | Resign():
+            case RequestEnded() | RequestReleased() | RequestRequeued() | Refused() | Wasted() | Noted() | Resign():
                 self._perform_note(effect)
             case _:
                 assert_never(effect)
@@ -258,7 +259,7 @@ class Driver:
             self.step(SessionClosed(session=effect.session))
 
     def _perform_note(
-        self, effect: RequestEnded | RequestReleased | RequestRequeued | Refused | Noted | Resign
+        self, effect: RequestEnded | RequestReleased | RequestRequeued | Refused | Wasted | Noted | Resign
     ) -> None:
         match effect:
             case RequestEnded():
@@ -276,6 +277,8 @@ class Driver:
                 self._log.info("requeued", request_id=key.request_id, attempt=key.attempt, reason=effect.reason)
             case Refused():
                 self._metrics.refused_total.add(effect.kind)
+            case Wasted(waste=waste):
+                self._metrics.wasted_tokens.add(waste.num_tokens, cause=waste.cause.value, stage=waste.stage.value)
             case Noted():
                 fields = {"worker": effect.worker_id, "request_id": effect.request_id, "reason": effect.reason}
                 self._log.info("noted", what=effect.what, **{name: value for name, value in fields.items() if value})
@@ -413,6 +416,7 @@ def _body_to_wire(body: CommandBody, now: float) -> scheduler_pb2.Command:
                 spec=spec_to_wire(body.spec),
                 target=target_to_wire(body.target),
                 num_delivered=body.num_delivered,
+                distrust_cache=body.distrusts_cache,
                 timeout_ms=timeout_to_wire(body.deadline, now),
             )
             return scheduler_pb2.Command(prefill=prefill)

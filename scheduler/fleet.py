@@ -38,6 +38,8 @@ class Job:
     tokens_left: int
     """Prompt tokens that prefill has not reported as computed."""
     sent_number: int | None = None
+    computed_tokens: int = 0
+    """Prompt tokens that it has reported."""
     """Number of its command in this session; None while the command waits for a write or a reservation."""
 
 

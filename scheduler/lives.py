@@ -340,7 +340,13 @@ def _is_loss(event: events.Event) -> bool:
 
 def _prefill_job(entry: Entry, target: KvTarget) -> PrefillJob:
     record = entry.record
-    return PrefillJob(spec=record.spec, target=target, num_delivered=len(record.delivered_ids), deadline=entry.deadline)
+    return PrefillJob(
+        spec=record.spec,
+        target=target,
+        num_delivered=len(record.delivered_ids),
+        deadline=entry.deadline,
+        distrusts_cache=record.distrusts_cache,
+    )
 
 
 def worker_lost(worker: Worker) -> ServingError:

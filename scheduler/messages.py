@@ -6,12 +6,13 @@ Streams (one per Serve call) and sessions (one per worker connection) are named 
 from dataclasses import dataclass
 from typing import NewType, TypeAlias
 
+from scheduler.waste import Waste
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey, TokenId, WorkerId
 from shared.domain.lifecycle import RequestRecord
 from shared.domain.lifecycle_events import WriteStep
-from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, StoredRequest
-from shared.domain.worker import Capacity, KvTarget, WorkerFacts
+from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, SequenceState, StoredRequest
+from shared.domain.worker import NO_WORK, Capacity, KvTarget, Work, WorkerFacts
 
 StreamId = NewType("StreamId", int)
 SessionId = NewType("SessionId", int)
@@ -124,6 +125,8 @@ class KvCommittedTold:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceDoneTold:
     """The sequence ended and its outbox is empty."""
+    computed_tokens: int = 0
+
 
     finish_reason: FinishReason
     completion_tokens: int
@@ -155,6 +158,7 @@ WorkerReport: TypeAlias = (
     | KvCommittedTold
     | SequenceDoneTold
     | PreemptedTold
+    work: Work = NO_WORK
     | AttemptFailedTold
     | ReleasedTold
 )
@@ -327,6 +331,7 @@ CommandBody: TypeAlias = ReserveJob | PrefillJob | AbortJob | ReleaseJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCommand:
+    distrusts_cache: bool = False
     """Send on a session. Numbered from 1 per session, in order."""
 
     session: SessionId
@@ -427,6 +432,13 @@ class Resign:
     epoch_seen: Epoch
     reason: str
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wasted:
+    """Work that no answer is made of: count it."""
+
+    waste: Waste
+
+
 
 CoreEffect: TypeAlias = (
     Tell
@@ -444,3 +456,4 @@ CoreEffect: TypeAlias = (
     | Noted
     | Resign
 )
+    | Wasted

@@ -50,7 +50,7 @@ from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, TokenId, WorkerId
 from shared.domain.request import CancelReason, FinishReason, Role, SequenceState
-from shared.domain.worker import Capacity, WorkerFacts, WorkerRef
+from shared.domain.worker import Capacity, Work, WorkerFacts, WorkerRef
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 CANCEL_WAIT_S = 2.0  # decisions §8: DELETE waits at most 2 s for the release
@@ -332,7 +332,7 @@ def _report_from_wire(event: scheduler_pb2.WorkerEvent) -> WorkerReport | None:
         case "reserve_refused":
             return ReserveRefusedTold(free_blocks=event.reserve_refused.free_blocks)
         case "prefill_done":
-            return PrefillDoneTold()
+            return PrefillDoneTold(computed_tokens=event.prefill_done.computed_tokens)
         case "kv_committed":
             return KvCommittedTold()
         case "sequence_done":
@@ -346,6 +346,12 @@ def _report_from_wire(event: scheduler_pb2.WorkerEvent) -> WorkerReport | None:
         case "attempt_failed":
             return AttemptFailedTold(error=detail_to_error(event.attempt_failed.error))
         case "released":
-            return ReleasedTold(blocks_freed=event.released.blocks_freed)
+            released = event.released
+            work = Work(
+                computed_tokens=released.computed_tokens,
+                replayed_tokens=released.replayed_tokens,
+                undelivered_tokens=released.undelivered_tokens,
+            )
+            return ReleasedTold(blocks_freed=released.blocks_freed, work=work)
         case None:
             return None

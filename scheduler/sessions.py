@@ -1,5 +1,6 @@
 """The workers' side of the core: hellos, inventories, heartbeats, numbered reports, and the loss of a worker. Pure."""
 
+from dataclasses import replace
 from typing import assert_never
 
 from scheduler.fleet import Worker
@@ -30,8 +31,10 @@ from scheduler.messages import (
     SessionOpened,
     WelcomeWorker,
 )
+    Wasted,
 from shared.domain import lifecycle_events as events
 from shared.domain.errors import ServingError
+from scheduler.waste import wasted
 from shared.domain.ids import Epoch, RequestKey
 from shared.domain.lifecycle import Verdict
 from shared.domain.request import Role
@@ -193,6 +196,7 @@ class WorkerSessions:
                 )
                 if self._lives.feed(entry, done, now) is Verdict.TAKEN and entry is not None:
                     entry.done_event = (worker.ref, event.number)
+                    worker.jobs[key].computed_tokens = report.computed_tokens
                     worker.events_in_write.add(event.number)
             case PreemptedTold():
                 worker.answered(key, ReserveJob)
@@ -201,14 +205,7 @@ class WorkerSessions:
                 worker.answered(key, ReserveJob, PrefillJob)
                 self._attempt_failed(worker, key, report.error, now)
             case ReleasedTold():
-                is_orphan = entry is None and key in worker.owed
-                worker.released(key)
-                released = events.Released(
-                    worker=worker.ref, released_attempt=attempt, blocks_freed=report.blocks_freed
-                )
-                if not is_orphan:
-                    self._lives.feed(entry, released, now)
-                self._settle_worker(worker, now)
+                self._released(worker, key, report, now)
             case _:
                 assert_never(report)
         self._lives.place(now)
@@ -224,6 +221,23 @@ class WorkerSessions:
         upto = worker.ack_due()
         if upto is not None and worker.session is not None:
             self._lives.emit(AckEvents(session=worker.session, upto=upto))
+    def _released(self, worker: Worker, key: RequestKey, report: ReleasedTold, now: float) -> None:
+        entry = self._ledger.get(key.request_id)
+        is_orphan = entry is None and key in worker.owed
+        if is_orphan or self._is_held(worker, key):  # not said before
+            job = worker.jobs.get(key)
+            work = report.work
+            if job is not None and job.computed_tokens > work.computed_tokens:  # the worker has forgotten it
+                work = replace(work, computed_tokens=job.computed_tokens)
+            record = None if entry is None else entry.record
+            for waste in wasted(record, key.attempt, worker.facts.role, work):
+                self._lives.emit(Wasted(waste=waste))
+        worker.released(key)
+        released = events.Released(worker=worker.ref, released_attempt=key.attempt, blocks_freed=report.blocks_freed)
+        if not is_orphan:
+            self._lives.feed(entry, released, now)
+        self._settle_worker(worker, now)
+
 
     def closed(self, event: SessionClosed, now: float) -> None:
         worker = self._fleet.by_session(event.session)

@@ -6,7 +6,7 @@ from shared.codec.request import finish_reason_to_wire, key_to_wire
 from shared.domain.errors import ServingError
 from shared.domain.ids import Epoch, RequestKey
 from shared.domain.request import FinishReason, SequenceState
-from shared.domain.worker import KvTarget
+from shared.domain.worker import KvTarget, Work
 from shared.wire import scheduler_pb2
 from shared.wire.scheduler_pb2 import WorkerEvent
 
@@ -52,9 +52,14 @@ def preempted(key: RequestKey, epoch: Epoch) -> WorkerEvent:
     return WorkerEvent(key=key_to_wire(key), scheduler_epoch=epoch, preempted=scheduler_pb2.Preempted())
 
 
-def released(key: RequestKey, epoch: Epoch, *, blocks_freed: int, computed_tokens: int) -> WorkerEvent:
+def released(key: RequestKey, epoch: Epoch, *, blocks_freed: int, work: Work) -> WorkerEvent:
     """The answer to Abort and Release: nothing of the attempt is held here any more."""
-    told = scheduler_pb2.Released(blocks_freed=blocks_freed, computed_tokens=computed_tokens)
+    told = scheduler_pb2.Released(
+        blocks_freed=blocks_freed,
+        computed_tokens=work.computed_tokens,
+        replayed_tokens=work.replayed_tokens,
+        undelivered_tokens=work.undelivered_tokens,
+    )
     return WorkerEvent(key=key_to_wire(key), scheduler_epoch=epoch, released=told)
 
 

@@ -68,6 +68,8 @@ class RequestRecord:
     is_adopted: bool = False
     """The present attempt is an earlier scheduler's: of it its workers and its gateway know more than is known here."""
     num_retries: int = 0
+    distrusts_cache: bool = False
+    """The KV of an attempt was wrong: the next computes all of the prompt anew."""
     num_workers_lost: int = 0
     """Worker starts that were given up while they held an attempt of it."""
     delivered_ids: tuple[TokenId, ...] = ()
@@ -343,7 +345,8 @@ def _attempt_failed(record: RequestRecord, event: Event, now: float, rule: Retry
             return _end(record, Outcome(state=RequestState.FAILED, error=error), now)
     if rule.can_retry(record, event):
         if event.error.code is not ErrorCode.DRAINING:
-            record = replace(record, num_retries=record.num_retries + 1)
+            is_corrupt = record.distrusts_cache or event.error.code is ErrorCode.KV_CORRUPT
+            record = replace(record, num_retries=record.num_retries + 1, distrusts_cache=is_corrupt)
         return _abort_and_requeue(record, event.error.code.value.lower(), now)
     return _end(record, Outcome(state=RequestState.FAILED, error=event.error), now)
 

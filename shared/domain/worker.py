@@ -133,6 +133,21 @@ class LossLimits:
     """After how long a worker is given up."""
 
     silence_s: float = 5.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a worker did for one attempt, in tokens: of the prompt in prefill, of the answer in decode."""
+
+    computed_tokens: int = 0
+    """But for the next."""
+    replayed_tokens: int = 0
+    """Output tokens of earlier attempts that were fed again."""
+    undelivered_tokens: int = 0
+    """Of the computed ones, output tokens that went to no gateway, or lie beyond the end of the answer."""
+
+
+NO_WORK = Work()
+
+
     step_stall_s: float = 10.0
 
 

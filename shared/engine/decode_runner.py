@@ -88,8 +88,12 @@ class DecodeStep:
     left: tuple[RequestKey, ...]
     """One entry for every Leave."""
     num_sequences: int
-    num_replayed: int = 0
+    replayed: Mapping[RequestKey, int] = field(default_factory=dict[RequestKey, int])
     """Output tokens fed again, of continued answers."""
+
+    @property
+    def num_replayed(self) -> int:
+        return sum(self.replayed.values())
 
 
 @dataclass(slots=True)
@@ -207,7 +211,7 @@ class DecodeRunner:
             faults=faults,
             left=(),
             num_sequences=len(rows),
-            num_replayed=sum(len(row.input_tokens) - row.wants_token for row in rows),
+            replayed={row.key: num for row in rows if (num := len(row.input_tokens) - row.wants_token)},
         )
 
     def _next_rows(self) -> list[DecodeRow]:

@@ -38,6 +38,7 @@ SEQUENCES = "firsttoken_sequences"
 KV_TRANSFER_BYTES_TOTAL = "firsttoken_kv_transfer_bytes_total"
 KV_TRANSFER_EXPOSED_SECONDS = "firsttoken_kv_transfer_exposed_seconds"
 KV_TRANSPORT_FALLBACKS_TOTAL = "firsttoken_kv_transport_fallbacks_total"
+WASTED_TOKENS_TOTAL = "firsttoken_wasted_tokens_total"
 IGNORED_FIELDS_TOTAL = "firsttoken_ignored_fields_total"
 
 # 1 ms to 10 s: a release takes one decode step (tens of ms) or, at worst, one prefill chunk of a large model.
@@ -77,6 +78,16 @@ class LabelledCounter:
 
     def add(self, value: str, amount: int = 1) -> None:
         self._instrument.add(amount, {self._label: value})
+
+
+class ManyLabelled:
+    """A counter whose labels are all given with each `add`. Values come from closed sets."""
+
+    def __init__(self, instrument: CounterInstrument) -> None:
+        self._instrument = instrument
+
+    def add(self, amount: int, **labels: str) -> None:
+        self._instrument.add(amount, labels)
 
 
 class Histogram:
@@ -152,6 +163,9 @@ class Metrics:
         )
         self.replayed_tokens = Counter(
             meter.create_counter(REPLAYED_TOKENS_TOTAL, description="Output tokens fed again in continued answers"), {}
+        )
+        self.wasted_tokens = ManyLabelled(
+            meter.create_counter(WASTED_TOKENS_TOTAL, description="Tokens computed that no answer is made of")
         )
         self.kv_transfer_bytes = LabelledCounter(
             meter.create_counter(KV_TRANSFER_BYTES_TOTAL, description="KV sent in frames"), "transport"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shared.domain.ids import RequestKey
+from shared.domain.worker import NO_WORK, Work
 
 LIFETIME_S = 60.0  # longer than any grace, retry or re-dial after which something of the attempt could still come
 MAX_TOMBSTONES = 16_384  # 60 s at 270 ended attempts a second, far above what a worker does; about 5 MB
@@ -10,10 +11,10 @@ MAX_TOMBSTONES = 16_384  # 60 s at 270 ended attempts a second, far above what a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tombstone:
-    """`computed_tokens`: what this worker had computed for the attempt."""
+    """`work`: what this worker had done for the attempt."""
 
     expires_at: float
-    computed_tokens: int
+    work: Work
 
 
 class Tombstones:
@@ -27,10 +28,10 @@ class Tombstones:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def bury(self, key: RequestKey, now: float, *, computed_tokens: int = 0) -> None:
+    def bury(self, key: RequestKey, now: float, *, work: Work = NO_WORK) -> None:
         """Starts the lifetime, again where the attempt was buried before."""
         self._by_key.pop(key, None)
-        self._by_key[key] = Tombstone(expires_at=now + self._lifetime_s, computed_tokens=computed_tokens)
+        self._by_key[key] = Tombstone(expires_at=now + self._lifetime_s, work=work)
         self._drop_old(now)
 
     def find(self, key: RequestKey, now: float) -> Tombstone | None:

@@ -898,19 +898,27 @@ class Released(_message.Message):
 
     BLOCKS_FREED_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    REPLAYED_TOKENS_FIELD_NUMBER: _builtins.int
+    UNDELIVERED_TOKENS_FIELD_NUMBER: _builtins.int
     blocks_freed: _builtins.int
     """0 where nothing was held any more"""
     computed_tokens: _builtins.int
-    """tokens computed for this attempt on this worker"""
+    """tokens computed for this attempt on this worker, but for those below"""
+    replayed_tokens: _builtins.int
+    """output tokens of earlier attempts that were fed again"""
+    undelivered_tokens: _builtins.int
+    """of the computed ones, output tokens that went to no gateway or beyond the answer"""
     def __init__(
         self,
         *,
         blocks_freed: _builtins.int = ...,
         computed_tokens: _builtins.int = ...,
+        replayed_tokens: _builtins.int = ...,
+        undelivered_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_freed", b"blocks_freed", "computed_tokens", b"computed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_freed", b"blocks_freed", "computed_tokens", b"computed_tokens", "replayed_tokens", b"replayed_tokens", "undelivered_tokens", b"undelivered_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1077,10 +1085,13 @@ class Prefill(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     NUM_DELIVERED_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    DISTRUST_CACHE_FIELD_NUMBER: _builtins.int
     num_delivered: _builtins.int
     """above 0: token 1 exists, none is sampled"""
     timeout_ms: _builtins.int
     """left until the deadline; 0 = none"""
+    distrust_cache: _builtins.bool
+    """an earlier attempt's KV was wrong: compute all of the prompt anew"""
     @_builtins.property
     def spec(self) -> _common_pb2.RequestSpec: ...
     @_builtins.property
@@ -1092,10 +1103,11 @@ class Prefill(_message.Message):
         target: Global___KvTarget | None = ...,
         num_delivered: _builtins.int = ...,
         timeout_ms: _builtins.int = ...,
+        distrust_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_delivered", b"num_delivered", "spec", b"spec", "target", b"target", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distrust_cache", b"distrust_cache", "num_delivered", b"num_delivered", "spec", b"spec", "target", b"target", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -140,8 +140,16 @@ class Table:
         left: tuple[RequestKey, ...] = (),
     ) -> None:
         """The engine's report."""
+        replayed: dict[RequestKey, int] | None = None,
         self.service.on_step(
-            DecodeStep(joined=joined, tokens=tokens, faults=faults or {}, left=left, num_sequences=len(tokens))
+            DecodeStep(
+                joined=joined,
+                tokens=tokens,
+                faults=faults or {},
+                left=left,
+                num_sequences=len(tokens),
+                replayed=replayed or {},
+            )
         )
 
 

@@ -122,11 +122,13 @@ class FakeWorker:
         )
         return command.key, list(command.reserve.delivered_ids)
 
-    async def release(self, kind: str, *, blocks_freed: int) -> None:
+    async def release(self, kind: str, *, blocks_freed: int, computed_tokens: int = 0) -> None:
         """Takes the Abort or Release and answers it."""
         command = await self.command()
         assert kind == command.WhichOneof("command")
-        await self.report(command.key, released=scheduler_pb2.Released(blocks_freed=blocks_freed))
+        await self.report(
+            command.key, released=scheduler_pb2.Released(blocks_freed=blocks_freed, computed_tokens=computed_tokens)
+        )
 
 
 @asynccontextmanager

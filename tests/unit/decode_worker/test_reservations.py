@@ -6,6 +6,7 @@ from decode_worker.reservations import Refusal, Reservation, Reservations
 from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId, TransferId
 from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
+from shared.domain.worker import Work
 from shared.kv.block_pool import BlockPool, BlockState
 
 
@@ -84,12 +85,12 @@ def test_an_ended_attempt_cannot_come_back() -> None:
     with pytest.raises(ValueError, match="not new"):
         grant(reservations, 1, 1)
     reservations.free(key(1))
-    reservations.bury(key(1), 0.0, computed_tokens=3)
+    reservations.bury(key(1), 0.0, work=Work(computed_tokens=3))
 
     assert reservations.ended(59.0) == (key(1),)
     tombstone = reservations.tombstone(key(1), 59.0)
     assert tombstone is not None
-    assert tombstone.computed_tokens == 3
+    assert tombstone.work == Work(computed_tokens=3)
     with pytest.raises(ValueError, match="not new"):
         grant(reservations, 1, 1, now=59.0)
     assert not reservations.has_ended(key(1), 60.0)

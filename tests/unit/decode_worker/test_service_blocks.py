@@ -67,6 +67,32 @@ def test_a_continued_answer_joins_without_a_first_token(table: Table) -> None:
     assert row.outputs == [50, 51, 53]
 
 
+def test_the_work_of_an_attempt_is_told_when_it_is_let_go(table: Table) -> None:
+    """Replayed and new tokens apart, and how many of the new ones went to no gateway; told again by the tombstone."""
+    key = table.reserve(delivered=(50, 51))
+    row = table.begin_copy(key)
+    table.end_copy(row)
+    reader = read(table, row)
+    table.step(joined=(key,))
+    table.step(replayed={key: 1})
+    table.step(tokens=(token(key, 3),))
+    table.service.ack(key, 3, reader)
+    table.step(tokens=(token(key, 4),))
+    table.command("r", abort=scheduler_pb2.Abort())
+    table.step(tokens=(token(key, 5),))  # made while its Leave was on the way
+    table.step(left=(key,))
+    table.command("r", abort=scheduler_pb2.Abort())
+
+    first, again = (event.released for event in table.events.posted[-2:])
+    assert (3, 1, 2) == (first.computed_tokens, first.replayed_tokens, first.undelivered_tokens)
+    assert (0, 3, 1, 2) == (
+        again.blocks_freed,
+        again.computed_tokens,
+        again.replayed_tokens,
+        again.undelivered_tokens,
+    )
+
+
 def test_an_answer_that_the_client_has_whole_only_ends(table: Table) -> None:
     """Its end was lost on the way: no KV, no step, only the word that it has ended."""
     key = table.reserve(delivered=(50, EOS))

@@ -64,7 +64,13 @@ class Table:
         return key
 
     def prefill(
-        self, name: str = "r", *, num_prompt_tokens: int = 10, salt: int = 0, num_delivered: int = 0
+        self,
+        name: str = "r",
+        *,
+        num_prompt_tokens: int = 10,
+        salt: int = 0,
+        num_delivered: int = 0,
+        distrust_cache: bool = False,
     ) -> RequestKey:
         """A prompt; ten tokens take three of the four blocks. All prompts of one salt begin alike."""
         spec = RequestSpec(
@@ -74,7 +80,9 @@ class Table:
             sampling=SamplingParams(seed=1),
             kv_salt=salt,
         )
-        prefill = scheduler_pb2.Prefill(spec=spec_to_wire(spec), num_delivered=num_delivered)
+        prefill = scheduler_pb2.Prefill(
+            spec=spec_to_wire(spec), num_delivered=num_delivered, distrust_cache=distrust_cache
+        )
         return self.command(name, prefill=prefill)
 
     def compute(self, name: str, *, num_prompt_tokens: int = 10, salt: int = 0) -> tuple[PrefillJob, int]:
@@ -366,3 +374,23 @@ def test_a_continued_answer_wants_no_token(table: Table) -> None:
     command = table.engine.commands[-1]
     assert isinstance(command, AddPrompt)
     assert (command.start, command.wants_token) == (8, False)
+
+
+def test_a_cached_beginning_that_turned_out_wrong_is_computed_anew(table: Table) -> None:
+    """The retry of an attempt whose KV was wrong uses none of it, and neither does anybody after."""
+    assert 0 == table.compute("first")[1]
+    assert 8 == table.compute("second")[1]
+    key = table.prefill("third", distrust_cache=True)
+    command = table.engine.commands[-1]
+    assert isinstance(command, AddPrompt)
+    assert 0 == command.start
+    wrong = table.senders.jobs[0]
+    assert not set(table.senders.jobs[-1].blocks) & set(wrong.blocks)
+    table.step(chunk(key, 0, 10, is_last=True))
+    table.service.sent(table.senders.jobs[-1])
+
+    again, start = table.compute("fourth")
+
+    assert 8 == start
+    assert 2 == again.computed_tokens
+    table.pool.check_integrity()

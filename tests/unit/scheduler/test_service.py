@@ -239,13 +239,18 @@ async def test_a_cancel_at_every_placed_state_ends_with_acknowledged_releases(li
             outcome = (await gateway.expect("outcome")).outcome
             assert ("CANCELLED", scheduler_pb2.OUTCOME_KIND_CANCELLED) == (outcome.error.code, outcome.kind)
             assert RequestState.ABORTING is line.state()
-            await line.decode.release("abort", blocks_freed=2)
+            await line.decode.release("abort", blocks_freed=2, computed_tokens=4)
             if state is not RequestState.PLACING:
                 await line.prefill.release("abort", blocks_freed=1)
         freed = 2 if state is RequestState.PLACING else 3
         assert (True, scheduler_pb2.OUTCOME_KIND_CANCELLED, freed) == described(reply.result())
         assert RequestState.CANCELLED is line.state()
-        assert "firsttoken_cancel_release_seconds_count 1.0" in line.metrics.render().decode()
+        told = line.metrics.render().decode()
+        assert "firsttoken_cancel_release_seconds_count 1.0" in told
+        assert 'firsttoken_wasted_tokens_total{cause="cancelled",stage="decode"} 4.0' in told
+        # What prefill reported as computed counts though it has forgotten it since.
+        was_computed = state in (RequestState.TRANSFERRING, RequestState.DECODING)
+        assert was_computed == ('firsttoken_wasted_tokens_total{cause="cancelled",stage="prefill"} 20.0' in told)
 
 
 async def test_a_cancel_of_a_queued_request_commands_nobody(line: Line) -> None:

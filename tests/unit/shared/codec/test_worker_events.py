@@ -9,7 +9,7 @@ from shared.codec.request import key_from_wire
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey, TransferId, WorkerId
 from shared.domain.request import FinishReason, SequenceState
-from shared.domain.worker import KvTarget
+from shared.domain.worker import KvTarget, Work
 from shared.wire import common_pb2
 from shared.wire.scheduler_pb2 import WorkerEvent
 
@@ -30,7 +30,9 @@ EVENTS = {
     "kv_committed": worker_events.kv_committed(KEY, EPOCH, num_bytes=2**40),
     "sequence_done": worker_events.sequence_done(KEY, EPOCH, reason=FinishReason.LENGTH, completion_tokens=4),
     "attempt_failed": worker_events.attempt_failed(KEY, EPOCH, error=ERROR),
-    "released": worker_events.released(KEY, EPOCH, blocks_freed=6, computed_tokens=7),
+    "released": worker_events.released(
+        KEY, EPOCH, blocks_freed=6, work=Work(computed_tokens=7, replayed_tokens=3, undelivered_tokens=2)
+    ),
 }
 
 
@@ -57,6 +59,7 @@ def test_events_carry_what_was_said() -> None:
     assert detail_to_error(EVENTS["attempt_failed"].attempt_failed.error) == ERROR
     released = EVENTS["released"].released
     assert (released.blocks_freed, released.computed_tokens) == (6, 7)
+    assert (released.replayed_tokens, released.undelivered_tokens) == (3, 2)
 
 
 def test_an_inventory_entry_says_what_is_held() -> None:

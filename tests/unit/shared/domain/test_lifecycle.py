@@ -257,6 +257,23 @@ def test_a_retryable_failure_is_requeued_while_the_budget_lasts(state: RequestSt
     assert RequestState.ABORTING is run(record_in(state), failed).record.state
 
 
+def test_after_wrong_kv_no_attempt_trusts_the_cache() -> None:
+    """Nor does a later one; other failures say nothing against it."""
+    corrupt = ServingError(ErrorCode.KV_CORRUPT, "wrong digest")
+    rule = RetryRule(max_retries=2)
+    before = record_in(RequestState.PREFILLING)
+    lost = run(before, AttemptFailed(attempt=Attempt(1), role=Role.DECODE, error=LOST), rule=rule).record
+    closed = run(before, AttemptFailed(attempt=Attempt(1), role=Role.DECODE, error=corrupt), rule=rule).record
+    again = run(
+        closed,
+        Delivered(closed_attempt=Attempt(1), ids=()),
+        PlacementChosen(attempt=Attempt(2), prefill=P, decode=D),
+        AttemptFailed(attempt=Attempt(2), role=Role.DECODE, error=LOST),
+        rule=rule,
+    ).record
+    assert (False, True, True) == (lost.distrusts_cache, closed.distrusts_cache, again.distrusts_cache)
+
+
 def test_a_failure_that_is_not_retryable_ends_at_once() -> None:
     """Budget or not."""
     failed = AttemptFailed(attempt=Attempt(1), role=Role.DECODE, error=BROKEN)

@@ -1,6 +1,7 @@
 """Tombstones remember ended attempts for a while."""
 
 from shared.domain.ids import Attempt, RequestId, RequestKey
+from shared.domain.worker import Work
 from shared.transfer.tombstones import Tombstone, Tombstones
 
 
@@ -12,9 +13,9 @@ def key(number: int) -> RequestKey:
 def test_an_attempt_is_remembered_for_its_lifetime() -> None:
     """Found with what was computed until the lifetime is over; the other attempt of the request is not meant."""
     tombstones = Tombstones(lifetime_s=60)
-    tombstones.bury(key(1), 100.0, computed_tokens=7)
+    tombstones.bury(key(1), 100.0, work=Work(computed_tokens=7))
 
-    assert tombstones.find(key(1), 159.9) == Tombstone(expires_at=160.0, computed_tokens=7)
+    assert tombstones.find(key(1), 159.9) == Tombstone(expires_at=160.0, work=Work(computed_tokens=7))
     assert tombstones.find(RequestKey(RequestId("r1"), Attempt(2)), 101.0) is None
     assert tombstones.find(key(1), 160.0) is None
     assert len(tombstones) == 0
