@@ -229,7 +229,7 @@ class CpuModel:
         bytes_of_thread = -(-bytes_of_thread // 4096) * 4096
         self._keep("scratch", _aligned(num_threads * bytes_of_thread // 4))
         step["scratch_bytes"], step["mixed_bytes"] = bytes_of_thread, mixed_bytes
-        step["num_helpers"] = num_threads - 1
+        step["num_threads"] = num_threads
 
     def _keep(self, name: str, array: npt.NDArray[Any]) -> None:
         self._kept[name] = array

@@ -64,7 +64,7 @@ STEP: Final = np.dtype(
         ("num_wanted", np.int64),
         ("layer_start", np.int64),
         ("layer_end", np.int64),
-        ("num_helpers", np.int64),
+        ("num_threads", np.int64),
         # Memory of the rows, each address that of row 0
         ("x", np.int64),  # float32 [rows][hidden]
         ("qkv", np.int64),  # float32 [rows][qkv rows]
@@ -132,32 +132,29 @@ def _rows_of_item(num_rows: int) -> int:
 @inlined
 def _embed(team: Round, s: Any, rows: Any, begin: int) -> int:
     size = s.hidden_size
-    end = begin + s.num_rows
-    item = first_item(team, end)
+    num_items = s.num_rows
+    item = first_item(team, begin, num_items)
     while item >= 0:
-        row = item - begin
-        arguments = (s.embedding, rows[TOKEN, row], size, s.x + row * size * 4)
+        arguments = (s.embedding, rows[TOKEN, item], size, s.x + item * size * 4)
         if s.mode == F32:
             read_f32_row(arguments)
         else:
             read_q8_row(arguments)
-        item = next_item(team, end)
-    await_done(team, end)
-    return end
+        item = next_item(team, begin, num_items)
+    return await_done(team, begin, num_items)
 
 
 @inlined
 def _norm(team: Round, s: Any, weight: int, scratch: int, begin: int) -> int:
     per_item = _rows_of_item(s.num_rows)
-    end = begin + (s.num_rows + per_item - 1) // per_item
-    item = first_item(team, end)
+    num_items = (s.num_rows + per_item - 1) // per_item
+    item = first_item(team, begin, num_items)
     while item >= 0:
-        first = (item - begin) * per_item
+        first = item * per_item
         for row in range(first, min(s.num_rows, first + per_item)):
             _norm_row(s, s.bits, row, row, weight, scratch)
-        item = next_item(team, end)
-    await_done(team, end)
-    return end
+        item = next_item(team, begin, num_items)
+    return await_done(team, begin, num_items)
 
 
 @inlined
@@ -166,18 +163,17 @@ def _product(
     accumulate: int, begin: int,
 ) -> int:  # fmt: skip
     """Activations times weights to `out` [rows][num_outputs], or added to it."""
-    end = begin + (num_outputs + _OUTPUTS - 1) // _OUTPUTS
-    item = first_item(team, end)
+    num_items = (num_outputs + _OUTPUTS - 1) // _OUTPUTS
+    item = first_item(team, begin, num_items)
     while item >= 0:
-        first = (item - begin) * _OUTPUTS
+        first = item * _OUTPUTS
         last = min(num_outputs, first + _OUTPUTS)
         linear_range(
             s.mode,
             (weights, k, x, scale, sums, width, out, num_outputs, s.num_rows, accumulate, first, last),
         )
-        item = next_item(team, end)
-    await_done(team, end)
-    return end
+        item = next_item(team, begin, num_items)
+    return await_done(team, begin, num_items)
 
 
 @compiled
@@ -219,15 +215,14 @@ def _place_row(s: Any, rows: Any, layer: int, weights: Any, row: int) -> None:
 @inlined
 def _place(team: Round, s: Any, rows: Any, layer: int, weights: Any, begin: int) -> int:
     per_item = _rows_of_item(s.num_rows)
-    end = begin + (s.num_rows + per_item - 1) // per_item
-    item = first_item(team, end)
+    num_items = (s.num_rows + per_item - 1) // per_item
+    item = first_item(team, begin, num_items)
     while item >= 0:
-        first = (item - begin) * per_item
+        first = item * per_item
         for row in range(first, min(s.num_rows, first + per_item)):
             _place_row(s, rows, layer, weights, row)
-        item = next_item(team, end)
-    await_done(team, end)
-    return end
+        item = next_item(team, begin, num_items)
+    return await_done(team, begin, num_items)
 
 
 @inlined
@@ -237,11 +232,11 @@ def _attention(team: Round, s: Any, rows: Any, layer: int, scratch: int, begin: 
     query_row_bytes = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim * 4
     item_bytes = 4 if s.kv_kind == KV_FLOAT32 else 2
     plane_bytes = s.head_dim * s.block_size * item_bytes
-    end = begin + s.num_tiles * s.num_kv_heads
-    item = first_item(team, end)
+    num_items = s.num_tiles * s.num_kv_heads
+    item = first_item(team, begin, num_items)
     while item >= 0:
-        tile = (item - begin) // s.num_kv_heads
-        head = (item - begin) % s.num_kv_heads
+        tile = item // s.num_kv_heads
+        head = item % s.num_kv_heads
         row = rows[TILE_FIRST, tile]
         num_rows = rows[TILE_ROWS, tile]
         keys = s.cache + layer * s.layer_bytes + head * plane_bytes
@@ -262,9 +257,8 @@ def _attention(team: Round, s: Any, rows: Any, layer: int, scratch: int, begin: 
                     s.bits, out + each * out_stride, s.narrow, s.narrow_scale, s.narrow_sums, s.narrow_width,
                     row + each, head * group_size, group_size,
                 )  # fmt: skip
-        item = next_item(team, end)
-    await_done(team, end)
-    return end
+        item = next_item(team, begin, num_items)
+    return await_done(team, begin, num_items)
 
 
 @inlined
@@ -272,10 +266,10 @@ def _gate_up(team: Round, s: Any, weights: int, scratch: int, begin: int) -> int
     """SiLU(gate) x up as activations: an item makes 32 of each, [rows][32] in its scratch, and one group of them."""
     gates = scratch
     ups = scratch + s.num_rows * _OUTPUTS * 4
-    end = begin + s.inner_size // _OUTPUTS
-    item = first_item(team, end)
+    num_items = s.inner_size // _OUTPUTS
+    item = first_item(team, begin, num_items)
     while item >= 0:
-        first = (item - begin) * _OUTPUTS
+        first = item * _OUTPUTS
         for half in range(2):
             start = half * s.inner_size + first
             out = (ups if half == 1 else gates) - start * 4
@@ -294,26 +288,23 @@ def _gate_up(team: Round, s: Any, weights: int, scratch: int, begin: int) -> int
                 _quantise(
                     s.bits, gate, s.inner, s.inner_scale, s.inner_sums, s.inner_size, row, first, _OUTPUTS
                 )  # fmt: skip
-        item = next_item(team, end)
-    await_done(team, end)
-    return end
+        item = next_item(team, begin, num_items)
+    return await_done(team, begin, num_items)
 
 
 @inlined
 def _head(team: Round, s: Any, rows: Any, scratch: int, begin: int) -> int:
     """Logits of the wanted rows."""
-    end = begin + s.num_wanted
-    item = first_item(team, end)
+    num_items = s.num_wanted
+    item = first_item(team, begin, num_items)
     while item >= 0:
-        each = item - begin
-        _norm_row(s, s.head_bits, rows[WANTED, each], each, s.final_norm, scratch)
-        item = next_item(team, end)
-    await_done(team, end)
-    begin = end
-    end = begin + (s.padded_vocab + _HEAD_OUTPUTS - 1) // _HEAD_OUTPUTS
-    item = first_item(team, end)
+        _norm_row(s, s.head_bits, rows[WANTED, item], item, s.final_norm, scratch)
+        item = next_item(team, begin, num_items)
+    begin = await_done(team, begin, num_items)
+    num_items = (s.padded_vocab + _HEAD_OUTPUTS - 1) // _HEAD_OUTPUTS
+    item = first_item(team, begin, num_items)
     while item >= 0:
-        first = (item - begin) * _HEAD_OUTPUTS
+        first = item * _HEAD_OUTPUTS
         last = min(s.padded_vocab, first + _HEAD_OUTPUTS)
         linear_range(
             s.head_mode,
@@ -322,9 +313,8 @@ def _head(team: Round, s: Any, rows: Any, scratch: int, begin: int) -> int:
                 s.padded_vocab, s.num_wanted, 0, first, last,
             ),
         )  # fmt: skip
-        item = next_item(team, end)
-    await_done(team, end)
-    return end
+        item = next_item(team, begin, num_items)
+    return await_done(team, begin, num_items)
 
 
 @inlined
@@ -365,11 +355,12 @@ def run(team: int, step: Any, layers: Any, rows: Any, thread: int) -> None:
     """
     leads = thread == 0
     while True:
-        number = open_round(team, step[0].num_helpers) if leads else join_round(team)
+        number = open_round(team, step[0].num_threads) if leads else join_round(team)
         if number < 0:
             return
         if number > 0:
-            _run_step((team, number), step, layers, rows, thread)  # in one place: it is inlined, and most of the code
+            of_thread = (team, number, thread, step[0].num_threads)
+            _run_step(of_thread, step, layers, rows, thread)  # in one place: it is inlined, and most of the code
         if leads:
-            close_round(team, number)
+            close_round(team, step[0].num_threads, number)
             return

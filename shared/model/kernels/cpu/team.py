@@ -3,24 +3,28 @@
 numba's own parallel loops take the interpreter's lock at the start of each, some 200 times a step, and wait until every
 thread has come. Here a step is one piece of compiled code that all threads run at the same time:
 
-    phase of items [begin, end):
-        item = first_item(round, end)     the next item that nobody has, or -1
-        while item >= 0:
-            work on item - begin
-            item = next_item(round, end)  counts it as done, takes another
-        await_done(round, end)            until the phase's items are done, whoever does them
+    item = first_item(round, begin, num_items)       one that nobody has, or -1
+    while item >= 0:
+        work on the item
+        item = next_item(round, begin, num_items)    counts it as done, takes another
+    begin = await_done(round, begin, num_items)      until the phase's items are done, whoever does them
 
-A thread that comes late finds items taken and goes through; if it never comes, the others do everything. So the thread
+Each thread has a lane: the items of a phase are dealt to the lanes in equal runs of neighbours, so that a thread reads
+memory onwards and what it has asked for ahead is its own. A thread whose lane is empty takes what is left of others.
+So a thread that comes late finds items taken and goes through; if it never comes, the others do everything. The thread
 that leads starts at once, a helper's wake-up costs nothing but its share, and a helper whose core was taken away keeps
 nobody waiting unless it was in the middle of an item. Which thread does an item changes no bit: an item's result
 depends on the item alone.
+
+A lane is a row of places, through all phases of a step: `begin` is the place where a phase begins, the same in each
+lane. Lanes are equally long: a place without an item counts as done when it is taken.
 
 Each step is a round, an odd number; between steps the number is even. A helper that is still on its way through an old
 round gets no item any more, whatever it reads of the new step.
 
 Memory of a team, in bytes, each counter in a cache line of its own:
 
-    0 round x 2^32 + next item | 64 items done | 128 stop | 192 semaphore of 32 bytes
+    0 places done | 64 stop | 128 semaphore of 32 bytes | 192 lane 0: round x 2^32 + next place | 256 lane 1 ...
 """
 
 import ctypes
@@ -45,64 +49,88 @@ from shared.model.kernels.cpu.words import (
     yield_core,
 )
 
-_NEXT, _DONE, _STOP, _SEMAPHORE = 0, 64, 128, 192
-_TEAM_BYTES = 256
+_DONE, _STOP, _SEMAPHORE, _LANES = 0, 64, 128, 192
+_LINE = 64
 _ROUND = 1 << 32
 _SPINS = 2000
 """Turns of a waiting loop, some 20 ns each, before a thread gives its core away: an item takes 1 to 30 us."""
 
 
-Round = tuple[int, int]
-"""Address of the team and number of the round, for compiled code."""
+Round = tuple[int, int, int, int]
+"""Address of the team, number of the round, this thread and the number of lanes, for compiled code."""
 
 
 @compiled
-def first_item(of: Round, end: int) -> int:
-    """An item below `end` of the round that is this thread's now, or -1."""
-    team, number = of
-    while True:
-        word = atomic_load(team + _NEXT)
-        item = word % _ROUND
-        if word // _ROUND != number or item >= end:
-            return -1
-        if atomic_replace(team + _NEXT, word, word + 1) == word:
-            return item
+def places_of(num_lanes: int, num_items: int) -> int:
+    """Places of a lane in a phase; lane n has the items from n x as many on."""
+    return (num_items + num_lanes - 1) // num_lanes
 
 
 @compiled
-def next_item(of: Round, end: int) -> int:
+def first_item(of: Round, begin: int, num_items: int) -> int:
+    """An item of the phase that is this thread's now, or -1."""
+    team, number, thread, num_lanes = of
+    places = places_of(num_lanes, num_items)
+    for turn in range(num_lanes):
+        lane = thread + turn
+        if lane >= num_lanes:
+            lane -= num_lanes
+        next_place = team + _LANES + lane * _LINE
+        while True:
+            word = atomic_load(next_place)
+            place = word % _ROUND - begin
+            if word // _ROUND != number or place >= places:
+                break
+            if atomic_replace(next_place, word, word + 1) == word:
+                item = lane * places + place
+                if item < num_items:
+                    return item
+                atomic_add(team + _DONE, 1)
+    return -1
+
+
+@compiled
+def next_item(of: Round, begin: int, num_items: int) -> int:
     """Counts the item held as done; another, or -1."""
     atomic_add(of[0] + _DONE, 1)
-    return first_item(of, end)
+    return first_item(of, begin, num_items)
 
 
 @compiled
-def await_done(of: Round, end: int) -> None:
-    """Until items [0, end) of the round are done and what they wrote is visible, or the round is over."""
-    team, number = of
+def await_done(of: Round, begin: int, num_items: int) -> int:
+    """Until the phase is done and what it wrote is visible, or the round is over; returns where the next begins."""
+    team, number, _, num_lanes = of
+    end = begin + places_of(num_lanes, num_items)
     while True:
         for _ in range(_SPINS):
-            if atomic_load(team + _DONE) >= end or atomic_load(team + _NEXT) // _ROUND != number:
-                return
+            if atomic_load(team + _DONE) >= end * num_lanes or atomic_load(team + _LANES) // _ROUND != number:
+                return end
             relax()
         yield_core()
 
 
 @compiled
-def open_round(team: int, num_helpers: int) -> int:
+def open_round(team: int, num_lanes: int) -> int:
     """By the leader, before it runs the step itself; returns the round's number."""
-    number = atomic_load(team + _NEXT) // _ROUND + 1
+    number = atomic_load(team + _LANES) // _ROUND + 1
     atomic_store(team + _DONE, 0)
-    atomic_store(team + _NEXT, number * _ROUND)
-    for _ in range(num_helpers):
+    _set_lanes(team, num_lanes, number)
+    for _ in range(num_lanes - 1):
         semaphore_post(team + _SEMAPHORE)
     return number
 
 
 @compiled
-def close_round(team: int, number: int) -> None:
+def close_round(team: int, num_lanes: int, number: int) -> None:
     """By the leader, after its own run of the step, with which all items are done."""
-    atomic_store(team + _NEXT, (number + 1) * _ROUND)
+    _set_lanes(team, num_lanes, number + 1)
+
+
+@compiled
+def _set_lanes(team: int, num_lanes: int, number: int) -> None:
+    """All at their beginning; the first as the last, whose number is that of the round."""
+    for lane in range(num_lanes - 1, -1, -1):
+        atomic_store(team + _LANES + lane * _LINE, number * _ROUND)
 
 
 @compiled
@@ -116,7 +144,7 @@ def join_round(team: int) -> int:
         semaphore_wait(team + _SEMAPHORE)
     if atomic_load(team + _STOP) != 0:
         return -1
-    number = atomic_load(team + _NEXT) // _ROUND
+    number = atomic_load(team + _LANES) // _ROUND
     return number if number % 2 == 1 else 0
 
 
@@ -131,7 +159,7 @@ class Team:
         if num_threads < 1:
             raise ValueError("a team has at least one thread, the leader")
         self.num_threads = num_threads
-        self._memory: npt.NDArray[np.int64] = np.zeros(_TEAM_BYTES // 8 + 7, dtype=np.int64)
+        self._memory: npt.NDArray[np.int64] = np.zeros((_LANES + (num_threads + 1) * _LINE) // 8, dtype=np.int64)
         self.address = -(-self._memory.ctypes.data // 64) * 64
         if _c_library().sem_init(ctypes.c_void_p(self.address + _SEMAPHORE), 0, 0):
             raise OSError("this system has no semaphores inside a process")
@@ -142,10 +170,6 @@ class Team:
         for thread in self.threads:
             thread.start()
         self._end = weakref.finalize(self, _stop, self._memory, self.address, num_threads - 1)
-
-    @property
-    def num_helpers(self) -> int:
-        return self.num_threads - 1
 
     def close(self) -> None:
         """End the helpers and wait for them."""

@@ -22,35 +22,33 @@ _PHASES = 5
 
 
 @compiled
-def _run(team: int, counts: Any, faults: Any, helpers: int, thread: int) -> None:
+def _run(team: int, counts: Any, faults: Any, threads: int, thread: int) -> None:
     """Each phase counts its items up by one; an item whose predecessor is behind it is a fault."""
     while True:
-        number = open_round(team, helpers) if thread == 0 else join_round(team)
+        number = open_round(team, threads) if thread == 0 else join_round(team)
         if number < 0:
             return
         if number > 0:
-            end = 0
+            begin = 0
+            of = (team, number, thread, threads)
             for phase in range(_PHASES):
-                begin, end = end, end + _ITEMS
-                item = first_item((team, number), end)
+                item = first_item(of, begin, _ITEMS)
                 while item >= 0:
-                    place = item - begin
-                    before = counts[phase, place]
-                    if phase > 0 and counts[phase - 1, (place + 1) % _ITEMS] != before + 1:
+                    before = counts[phase, item]
+                    if phase > 0 and counts[phase - 1, (item + 1) % _ITEMS] != before + 1:
                         faults[0] += 1
-                    counts[phase, place] = before + 1
-                    item = next_item((team, number), end)
-                await_done((team, number), end)
+                    counts[phase, item] = before + 1
+                    item = next_item(of, begin, _ITEMS)
+                begin = await_done(of, begin, _ITEMS)
         if thread == 0:
-            close_round(team, number)
+            close_round(team, threads, number)
             return
 
 
 def _start(num_threads: int) -> tuple[Team, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     counts: npt.NDArray[np.int64] = np.zeros((_PHASES, _ITEMS), dtype=np.int64)
     faults: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)
-    helpers = num_threads - 1
-    return Team(num_threads, lambda address, each: _run(address, counts, faults, helpers, each)), counts, faults
+    return Team(num_threads, lambda address, each: _run(address, counts, faults, num_threads, each)), counts, faults
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
@@ -58,10 +56,42 @@ def test_every_item_once_and_phases_in_order(num_threads: int) -> None:
     """Many short rounds on more threads than cores: helpers come late, in the middle, and not at all."""
     team, counts, faults = _start(num_threads)
     for _ in range(300):
-        _run(team.address, counts, faults, num_threads - 1, 0)
+        _run(team.address, counts, faults, num_threads, 0)
     assert [[300] * _ITEMS] * _PHASES == counts.tolist()
     assert faults[0] == 0
     team.close()
+
+
+@compiled
+def _take_all(team: int, num_items: int, thread: int, threads: int, taken: Any) -> None:
+    """A round of one phase by this thread alone; `taken` receives its items in order."""
+    number = open_round(team, threads)
+    of = (team, number, thread, threads)
+    place = 0
+    item = first_item(of, 0, num_items)
+    while item >= 0:
+        taken[place] = item
+        place += 1
+        item = next_item(of, 0, num_items)
+    await_done(of, 0, num_items)
+    close_round(team, threads, number)
+
+
+def test_a_thread_takes_its_own_run_first_and_then_what_others_leave() -> None:
+    """Neighbours one after the other: what is asked for ahead is what comes next. Places without an item are passed."""
+    team = Team(1, lambda _address, _each: None)
+    lanes = Team(3, lambda _address, _each: None)  # its helpers end at once: memory for three lanes is what is wanted
+    for num_items, thread, expected in (
+        (5, 0, [0, 1, 2, 3, 4]),
+        (5, 1, [2, 3, 4, 0, 1]),
+        (7, 2, [6, 0, 1, 2, 3, 4, 5]),
+    ):
+        taken: npt.NDArray[np.int64] = np.full(num_items, -1, dtype=np.int64)
+        _take_all(lanes.address, num_items, thread, 3, taken)
+        assert expected == taken.tolist()
+    alone: npt.NDArray[np.int64] = np.full(4, -1, dtype=np.int64)
+    _take_all(team.address, 4, 0, 1, alone)
+    assert [0, 1, 2, 3] == alone.tolist()
 
 
 def test_close_ends_the_helpers_and_may_come_twice() -> None:
@@ -72,7 +102,7 @@ def test_close_ends_the_helpers_and_may_come_twice() -> None:
     team.close()
     team.close()
     assert [False, False] == [thread.is_alive() for thread in helpers]
-    _run(team.address, counts, faults, 0, 0)
+    _run(team.address, counts, faults, 1, 0)
     assert counts.sum() == _ITEMS * _PHASES
 
 
