@@ -14,6 +14,7 @@ from shared.state.cancellation import Cancellations
 from shared.state.client import StateClient
 from shared.state.leadership import Leadership
 from shared.state.locate import SchedulerLocator
+from shared.state.stream_log import StreamLog
 from shared.text.chat import ChatTokenizer
 
 
@@ -28,6 +29,7 @@ async def main(process: Process, config: GatewayConfig) -> None:
             tokenizer=tokenizer,
             locator=SchedulerLocator(leadership, config.scheduler),
             cancellations=Cancellations(state),
+            logs=StreamLog(state),
             clock=process.clock,
             incarnation=process.incarnation,
             metrics=process.metrics,

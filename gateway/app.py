@@ -16,14 +16,16 @@ from gateway.config import GatewayConfig
 from gateway.fleet import FleetView
 from gateway.intake import IntakeReader
 from gateway.routes import Routes
-from gateway.session import Services
+from gateway.services import Services
 from gateway.sessions import Sessions
+from gateway.streams import Streams
 from shared.domain.clock import Clock
 from shared.domain.ids import Incarnation
 from shared.obs.metrics import Metrics
 from shared.rpc.channels import ChannelPool
 from shared.state.cancellation import Cancellations
 from shared.state.locate import SchedulerLocator
+from shared.state.stream_log import StreamLog
 from shared.text.chat import ChatTokenizer
 
 # Rendering and tokenising: tokenising, by far the longest part, runs without the interpreter's lock.
@@ -47,6 +49,7 @@ async def open_gateway(
     tokenizer: ChatTokenizer,
     locator: SchedulerLocator,
     cancellations: Cancellations | None,
+    logs: StreamLog | None = None,
     clock: Clock,
     incarnation: Incarnation,
     metrics: Metrics,
@@ -74,12 +77,16 @@ async def open_gateway(
                     tokens=tokens,
                     canceller=Canceller(scheduler, cancellations),
                     served_model_name=config.served_model_name,
+                    logs=logs,
+                    resumable_grace_s=config.resumable_grace_s,
                 )
+                reader = IntakeReader(tokenizer, config.served_model_name)
                 routes = Routes(
                     services=services,
                     sessions=sessions,
                     bodies=bodies,
-                    reader=IntakeReader(tokenizer, config.served_model_name),
+                    reader=reader,
+                    streams=Streams(services, sessions, reader),
                     executor=executor,
                     config=config,
                 )

@@ -20,5 +20,7 @@ class GatewayConfig(ModelSettings):
     keep_alive_s: Annotated[float, Field(gt=0)] = 15.0
     # A phone that changes from one network to another is back within it.
     stall_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    # A client that was cut off has found another gateway by then; the scheduler waits as long for a gateway.
+    resumable_grace_s: Annotated[float, Field(gt=0)] = 30.0
     # Twice the scheduler's queue: what is over it would be refused there anyway, but costs memory here first.
     max_open_requests: Annotated[int, Field(ge=1)] = 2048

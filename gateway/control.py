@@ -13,8 +13,11 @@ from gateway.clients.scheduler import ControlStream, Delivered, Placed, Queued, 
 from shared.aio.backoff import Backoff
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import RequestId
 from shared.domain.request import CancelReason, Outcome, RequestSpec
+from shared.obs.logs import get_logger
 
+_log = get_logger("control")
 ADMISSION_WAIT_S = 10.0  # decisions §1: without an active scheduler a new request waits this long, then 503
 # Twice what the scheduler gives a gateway whose stream broke: a scheduler that stood still begins to count when it goes
 # on, and nothing runs short meanwhile, as the tokens come from decode.
@@ -22,7 +25,10 @@ GRACE_S = 10.0
 
 
 class ControlLine:
-    """`run` once; `ask_cancel` at any time. `progress` tells the last attempt seen and the tokens held."""
+    """`run` once; `ask_cancel` at any time. `progress` tells the last attempt seen and the tokens held.
+
+    `session` is the number of this reader of a resumable answer, 0 for a plain one.
+    """
 
     def __init__(
         self,
@@ -30,6 +36,7 @@ class ControlLine:
         scheduler: SchedulerClient,
         clock: Clock,
         progress: Callable[[], tuple[int, int]],
+        session: int = 0,
         on_queued: Callable[[Queued], None],
         on_placed: Callable[[Placed], None],
         on_requeued: Callable[[Requeued], Awaitable[None]],
@@ -37,6 +44,7 @@ class ControlLine:
         self._scheduler = scheduler
         self._clock = clock
         self._progress = progress
+        self._session = session
         self._on_queued = on_queued
         self._on_placed = on_placed
         self._on_requeued = on_requeued
@@ -95,7 +103,7 @@ class ControlLine:
         has_heard = False
         try:
             async with asyncio.timeout(max(0.0, self._give_up_at - self._clock.monotonic())) as patience:
-                start = Start(spec=spec, last_attempt_seen=last_attempt, tokens_held=tokens_held)
+                start = Start(spec=spec, last_attempt_seen=last_attempt, tokens_held=tokens_held, session=self._session)
                 async with contextlib.AsyncExitStack() as stack:
                     stream = await self._scheduler.serve(start)
                     stack.callback(stream.close)
@@ -109,6 +117,7 @@ class ControlLine:
                         has_heard = True
                         patience.reschedule(None)
                         backoff.reset()
+                        _log_told(spec.request_id, event)
                         match event:
                             case Queued():
                                 self._on_queued(event)
@@ -137,6 +146,12 @@ class ControlLine:
             async with asyncio.timeout(delay_s):
                 await self._cancel_asked.wait()
             raise ServingError(ErrorCode.CANCELLED, "cancelled before it was admitted")
+
+
+def _log_told(request_id: RequestId, event: Queued | Requeued | Placed | Outcome) -> None:
+    attempt = event.attempt if isinstance(event, Requeued | Placed) else None
+    state = event.state.value if isinstance(event, Outcome) else None
+    _log.debug("told", what=type(event).__name__, request_id=request_id, attempt=attempt, state=state)
 
 
 def _backoff() -> Backoff:

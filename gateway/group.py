@@ -20,7 +20,8 @@ from gateway.errors import error_body, error_headers, http_status
 from gateway.intake import AnswerForm, Intake
 from gateway.journal import Journal
 from gateway.request_id import Identity
-from gateway.session import Services, Session
+from gateway.services import Services
+from gateway.session import Session
 from shared.aio.channel import ChannelClosed
 from shared.aio.scope import spawn
 from shared.domain.errors import ErrorCode, ServingError

@@ -47,6 +47,8 @@ class Intake:
     include_usage: bool
     num_ignored_fields: int
     window: int
+    stop: tuple[str, ...] = ()
+    is_resumable: bool = False
     choice: int | None = None
     """Which answer of several; None where there is one."""
     children: tuple["Intake", ...] = ()
@@ -111,6 +113,8 @@ class IntakeReader:
         refuse_unsupported_messages(messages)
         if body.stream_options is not None and form is AnswerForm.WHOLE:
             _refuse("stream_options: only with stream", "stream_options")
+        if body.resumable:
+            _require_resumable(form, body.num_choices)
         max_tokens = body.chosen_max_tokens
         sampling = _sampling(body, self._tokenizer.vocab_size)
         prompt_ids = self._tokenizer.render(
@@ -127,11 +131,13 @@ class IntakeReader:
             kv_salt=_kv_salt(body.cache_salt),
             ignore_eos=bool(body.ignore_eos),
             has_stop_strings=bool(body.stop),
-            text=self._text(prompt_ids, body, sampling),
+            text=self._text(prompt_ids, body.stop, sampling),
             form=form,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             num_ignored_fields=body.num_ignored_fields(messages),
             window=window,
+            stop=tuple(body.stop),
+            is_resumable=bool(body.resumable),
         )
         if body.num_choices == 1:
             return intake
@@ -139,15 +145,33 @@ class IntakeReader:
             replace(
                 intake,
                 sampling=replace(sampling, seed=child_seed(sampling.seed, choice)),
-                text=self._text(prompt_ids, body, sampling),
+                text=self._text(prompt_ids, body.stop, sampling),
                 choice=choice,
             )
             for choice in range(body.num_choices)
         ]
         return replace(intake, children=tuple(children))
 
-    def _text(self, prompt_ids: tuple[TokenId, ...], body: GenerationBody, sampling: SamplingParams) -> AnswerText:
-        detokenizer = self._tokenizer.detokenizer(prompt_ids, body.stop)
+    def revive(self, spec: RequestSpec, *, form: AnswerForm, include_usage: bool, stop: Sequence[str]) -> Intake:
+        """Of a resumable request that was taken in before, here or at another gateway."""
+        return Intake(
+            prompt_ids=spec.prompt_ids,
+            max_tokens=spec.max_tokens,
+            sampling=spec.sampling,
+            kv_salt=spec.kv_salt,
+            ignore_eos=spec.ignore_eos,
+            has_stop_strings=spec.has_stop_strings,
+            text=self._text(spec.prompt_ids, stop, spec.sampling),
+            form=form,
+            include_usage=include_usage,
+            num_ignored_fields=0,
+            window=self._tokenizer.window,
+            stop=tuple(stop),
+            is_resumable=True,
+        )
+
+    def _text(self, prompt_ids: tuple[TokenId, ...], stop: Sequence[str], sampling: SamplingParams) -> AnswerText:
+        detokenizer = self._tokenizer.detokenizer(prompt_ids, stop)
         return AnswerText(detokenizer, sampling=sampling, token_name=self._tokenizer.token_name)
 
 
@@ -165,6 +189,14 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
+def resumable_if_asked(intake: Intake, headers: Mapping[str, str]) -> Intake:
+    """`X-Resumable: 1` does what `resumable` in the body does. Raises INVALID_REQUEST."""
+    if headers.get("x-resumable") != "1" or intake.is_resumable:
+        return intake
+    _require_resumable(intake.form, len(intake.children) or 1)
+    return replace(intake, is_resumable=True)
+
+
 def accepts_event_stream(headers: Mapping[str, str]) -> bool:
     """Is `text/event-stream` itself in Accept, and not ruled out by q=0? `*/*` is no wish for events."""
     for wish in headers.get("accept", "").lower().split(","):
@@ -172,6 +204,13 @@ def accepts_event_stream(headers: Mapping[str, str]) -> bool:
         if media_type == "text/event-stream":
             return not any(param.replace(" ", "") in ("q=0", "q=0.0", "q=0.00", "q=0.000") for param in params)
     return False
+
+
+def _require_resumable(form: AnswerForm, num_choices: int) -> None:
+    if form is AnswerForm.WHOLE:
+        _refuse("resumable: only with stream", "resumable")
+    if num_choices != 1:
+        _refuse("resumable: only for one answer (n = 1)", "resumable")
 
 
 def _require_room(window: int, num_prompt_tokens: int, max_tokens: int | None) -> None:

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestId
@@ -48,6 +49,11 @@ def new_request_id(unix_ms: int) -> RequestId:
     """A ULID: 48 bits of time, 80 random ones, sortable as text."""
     number = unix_ms << 80 | secrets.randbits(80)
     return RequestId("".join(_CROCKFORD[number >> shift & 31] for shift in range(125, -1, -5)))
+
+
+def key_hash(headers: Mapping[str, str]) -> str:
+    """Whose request it is: what the client authorizes itself with, hashed; equal for all without."""
+    return blake2b(headers.get("authorization", "").encode(), digest_size=16).hexdigest()
 
 
 def child_id(request_id: RequestId, choice: int) -> RequestId:

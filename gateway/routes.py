@@ -1,9 +1,10 @@
 """The HTTP routes. What they raise becomes an OpenAI error body by the handlers below, whatever it is."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from typing import cast
+from dataclasses import replace
+from typing import TypeAlias, cast
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -15,13 +16,17 @@ from gateway.body import BodyReader
 from gateway.config import GatewayConfig
 from gateway.errors import error_body, error_headers, http_status
 from gateway.group import SessionGroup
-from gateway.intake import DEFAULT_ALIAS, Intake, IntakeReader, accepts_event_stream
+from gateway.intake import DEFAULT_ALIAS, Intake, IntakeReader, accepts_event_stream, resumable_if_asked
 from gateway.journal import Journal
-from gateway.request_id import COMPLETION_PREFIX, Identity, new_identity, parse_request_id
-from gateway.session import Services, Session
-from gateway.sessions import Sessions
+from gateway.request_id import COMPLETION_PREFIX, Identity, key_hash, new_identity, parse_request_id
+from gateway.services import Services
+from gateway.session import Session
+from gateway.sessions import AnySession, Sessions
+from gateway.streams import Streams
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.request import CancelReason, RequestState
+
+Leave: TypeAlias = Callable[[], None]
 
 
 class Routes:
@@ -34,6 +39,7 @@ class Routes:
         sessions: Sessions,
         bodies: BodyReader,
         reader: IntakeReader,
+        streams: Streams,
         executor: Executor,
         config: GatewayConfig,
     ) -> None:
@@ -41,6 +47,7 @@ class Routes:
         self._sessions = sessions
         self._bodies = bodies
         self._reader = reader
+        self._streams = streams
         self._executor = executor
         self._config = config
         self._started_unix_s = services.clock.unix_ms() // 1000
@@ -52,6 +59,8 @@ class Routes:
         app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
         app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
         app.add_api_route("/v1/requests/{request_id:path}", self.cancel, methods=["DELETE"], response_model=None)
+        app.add_api_route("/v1/streams/{request_id:path}", self.resume, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/streams/{request_id:path}", self.cancel, methods=["DELETE"], response_model=None)
         app.add_exception_handler(ServingError, self.on_serving_error)
         app.add_exception_handler(HTTPException, self.on_http_exception)
         app.add_exception_handler(Exception, self.on_bug)
@@ -70,22 +79,41 @@ class Routes:
             )
         return await self._ask(request, self._reader.read_chat)
 
+    async def resume(self, request: Request, request_id: str) -> Answer:
+        """GET /v1/streams/{id}: a resumable answer, from behind what the client has."""
+        identity = request.state.identity = replace(self._identity(request), request_id=parse_request_id(request_id))
+
+        async def take_over(journal: Journal, leave: Leave) -> tuple[AnySession, Leave]:
+            return await self._streams.resume(identity, request.headers, request.query_params, journal), leave
+
+        return await self._serve(request, "/v1/streams", take_over)
+
     async def _ask(self, request: Request, read: Callable[[bytearray], Intake]) -> Answer:
+        async def take_in(journal: Journal, leave: Leave) -> tuple[AnySession, Leave]:
+            async with self._bodies.reading(request) as body:
+                intake = await asyncio.get_running_loop().run_in_executor(self._executor, read, body)
+            intake = resumable_if_asked(intake, request.headers)
+            journal.num_prompt_tokens = len(intake.prompt_ids)
+            journal.num_ignored_fields = intake.num_ignored_fields
+            if intake.num_ignored_fields:
+                self._services.metrics.ignored_fields.add(intake.num_ignored_fields)
+            return self._session(intake, request, journal, leave)
+
+        return await self._serve(request, request.url.path, take_in)
+
+    async def _serve(
+        self, request: Request, route: str, make: Callable[[Journal, Leave], Awaitable[tuple[AnySession, Leave]]]
+    ) -> Answer:
+        """Makes a session, given its place, and starts it."""
         identity = self._identity(request)
-        journal = Journal(self._services.clock, self._services.metrics, identity, request.url.path)
+        journal = Journal(self._services.clock, self._services.metrics, identity, route)
         try:
             leave = self._sessions.enter()
         except ServingError as error:
             journal.write(RequestState.FAILED, error)
             raise
         try:
-            async with self._bodies.reading(request) as body:
-                intake = await asyncio.get_running_loop().run_in_executor(self._executor, read, body)
-            journal.num_prompt_tokens = len(intake.prompt_ids)
-            journal.num_ignored_fields = intake.num_ignored_fields
-            if intake.num_ignored_fields:
-                self._services.metrics.ignored_fields.add(intake.num_ignored_fields)
-            session, leave = self._session(intake, identity, journal, leave)
+            session, leave = await make(journal, leave)
             self._sessions.start(session, leave, name=identity.request_id)
         except BaseException as error:
             leave()
@@ -101,12 +129,12 @@ class Routes:
         )
 
     def _session(
-        self, intake: Intake, identity: Identity, journal: Journal, leave: Callable[[], None]
-    ) -> tuple[Session | SessionGroup, Callable[[], None]]:
+        self, intake: Intake, request: Request, journal: Journal, leave: Leave
+    ) -> tuple[Session | SessionGroup, Leave]:
         """With what gives back its places. Raises OVERLOADED where there is no place for each of several answers."""
-        services = self._services
+        services, identity = self._services, self._identity(request)
         if not intake.children:
-            return Session(services, intake, identity, journal), leave
+            return Session(services, intake, identity, journal, key_hash=key_hash(request.headers)), leave
 
         def child_journal(child: Identity) -> Journal:
             made = Journal(services.clock, services.metrics, child, journal.route)

@@ -42,7 +42,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "prediction": (None,),
     "reasoning_effort": (None, "none"),
     "response_format": (None, {"type": "text"}),
-    "resumable": (None, False),
     "timeout": (None,),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
@@ -151,6 +150,7 @@ class GenerationBody(_Body):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     ignore_eos: bool | None = None
+    resumable: bool | None = None  # may be read on after a cut, on any gateway
     cache_salt: Annotated[Text, Field(min_length=1)] | None = None  # whose cached KV this request may share
 
     @classmethod

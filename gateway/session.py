@@ -8,43 +8,42 @@
 A request may take several attempts. The text goes on where it was: the next attempt is placed behind the tokens that
 are held here, and only when the client has taken all of them, so that a reader that is slow holds no worker.
 
+A resumable answer may take several sessions, here or at other gateways, one after the other: each goes on from the log
+that the one before has written, shows what its client lacks, and fences the older ones by its number. One without its
+client waits a while for the next, acknowledges nothing meanwhile, and then cancels.
+
 The answer has its end when a finish or an error was put for the client, or the client is gone; the session has its own
 when the scheduler has said the outcome too, or has not said it in time. Nothing in here makes tasks outside its scope.
 """
 
 import asyncio
-import contextlib
-import json
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from gateway import sse
-from gateway.answer import ClientLink, Frame, Head
+from gateway.answer import ClientLink, Frame
+from gateway.answer_log import AnswerLog
 from gateway.answer_text import TextPart
+from gateway.answer_writer import AnswerWriter
 from gateway.attempts import Attempts
-from gateway.canceller import Canceller
-from gateway.clients.scheduler import Delivered, Placed, Queued, Requeued, SchedulerClient
+from gateway.clients.scheduler import Delivered, Placed, Queued, Requeued
 from gateway.clients.tokens import (
     AttachRefused,
     AttemptClosed,
     SequenceEnded,
     TokensArrived,
-    TokenStreams,
     TokenSubscription,
 )
 from gateway.control import ControlLine
-from gateway.errors import error_body, error_headers, http_status
-from gateway.fleet import FleetView
-from gateway.intake import AnswerForm, Intake
+from gateway.intake import Intake
 from gateway.journal import Journal
 from gateway.request_id import Identity
-from shared.aio.channel import ChannelClosed
+from gateway.served_form import ServedForm
+from gateway.services import Resumption, Services
 from shared.aio.scope import cancel_and_wait, spawn, stop_when
-from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
-from shared.domain.ids import Attempt, RequestKey, TokenId
+from shared.domain.ids import Attempt, RequestId, RequestKey
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestState, Usage
 from shared.obs.logs import get_logger
-from shared.obs.metrics import Metrics
+from shared.state.stream_log import LoggedAnswer, superseded
 
 # The client has its answer; the record's end follows by one message. Longer means a scheduler that is away.
 _OUTCOME_WAIT_S = 5.0
@@ -56,63 +55,82 @@ _REFUSED_WAIT_S = 10.0
 _log = get_logger("session")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Services:
-    """What every session uses."""
-
-    clock: Clock
-    metrics: Metrics
-    scheduler: SchedulerClient
-    fleet: FleetView
-    tokens: TokenStreams
-    canceller: Canceller
-    served_model_name: str
-
-
 class Session:
     """Make it, `spawn` its `run`, hand its `link` to an Answer. `cancel` may be called at any time."""
 
-    def __init__(self, services: Services, intake: Intake, identity: Identity, journal: Journal) -> None:
+    def __init__(
+        self,
+        services: Services,
+        intake: Intake,
+        identity: Identity,
+        journal: Journal,
+        *,
+        key_hash: str = "",
+        resumption: Resumption | None = None,
+    ) -> None:
+        """`key_hash`: who may resume a resumable answer."""
         self._services = services
         self._intake = intake
-        self._identity = identity
         self._journal = journal
         self._id = identity.request_id
-        self._created_unix_s = services.clock.unix_ms() // 1000
-        self._stream = sse.EventStream(self._encoder())
+        self._resumption = resumption
+        logged = None if resumption is None else resumption.logged
+        now_s = services.clock.unix_ms() // 1000
+        served = ServedForm.from_bytes(logged.head.served) if logged else ServedForm.of(intake, now_s)
+        self._log: AnswerLog | None = None
+        if intake.is_resumable and services.logs is not None:
+            self._log = AnswerLog(
+                services.logs,
+                key_hash=key_hash,
+                served=served.to_bytes(),
+                logged=logged,
+                on_superseded=self.supersede,
+            )
         self.link = ClientLink(on_taken=self._on_taken, on_gone=self._on_gone, on_stalled=self._on_stalled)
+        self._writer = AnswerWriter(
+            intake,
+            identity,
+            served,
+            link=self.link,
+            model=services.served_model_name,
+            from_index=resumption.from_index if resumption else 0,
+        )
         self._control = ControlLine(
             scheduler=services.scheduler,
             clock=services.clock,
-            progress=lambda: (self._attempts.last_seen, self._num_tokens),
+            progress=self._progress,
+            session=self._session_number,
             on_queued=self._on_queued,
             on_placed=self._on_placed,
             on_requeued=self._on_requeued,
         )
         self._attempts = Attempts()
         self._subscription: TokenSubscription | None = None
-        self._parts: list[TextPart] = []  # of a whole answer
-        self._ids: list[TokenId] = []  # the whole answer so far
-        self._cached_tokens = 0
-        self._queued_index = 0  # of the last frame that the link was given
-        self._taken_index = 0  # of the last frame that the socket took
         self._break_error: ServingError | None = None
         self._is_broken_off = asyncio.Event()
         self._is_answered = False
         self._finish_reason: FinishReason | None = None  # the answer's own, or the outcome's
         self._cancel_reason: CancelReason | None = None
         self._cancel_asked = asyncio.Event()
+        self._client_gone = asyncio.Event()
+        self._has_left = asyncio.Event()  # the request goes on without this session
+        self._is_stop_complete = False  # the logged tokens end with a stop string
         self._outcome: Outcome | None = None
         self._has_outcome = asyncio.Event()
 
     @property
-    def is_stream(self) -> bool:
-        """Whether the client gets its answer bit by bit."""
-        return self._intake.form is not AnswerForm.WHOLE
+    def request_id(self) -> RequestId:
+        return self._id
 
     @property
-    def _num_tokens(self) -> int:
-        return len(self._ids)
+    def is_log_behind(self) -> bool:
+        """It runs here as one that cannot be resumed, for the time being."""
+        return self._log is not None and self._log.is_behind
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the client gets its answer bit by bit."""
+        return self._writer.is_stream
 
     @property
     def error(self) -> ServingError | None:
@@ -122,20 +140,19 @@ class Session:
     @property
     def usage(self) -> Usage:
         """So far."""
-        return Usage(
-            prompt_tokens=len(self._intake.prompt_ids),
-            completion_tokens=self._num_tokens,
-            cached_tokens=self._cached_tokens,
-        )
+        return self._writer.usage
 
     async def run(self) -> None:
         """To the end, whatever happens; raises nothing but a cancellation."""
         try:
             async with asyncio.TaskGroup() as group:
-                helpers = (
+                helpers = [
                     spawn(group, self._follow_control(), name=f"control {self._id}"),
                     spawn(group, self._pass_on_cancel(), name=f"cancel {self._id}"),
-                )
+                ]
+                if self._log is not None:
+                    helpers.append(spawn(group, self._log.keep_whole(), name=f"log {self._id}"))
+                    helpers.append(spawn(group, self._await_next_reader(self._log), name=f"grace {self._id}"))
                 await self._answer()
                 self.link.out.close()
                 await self.link.is_over.wait()  # the stall clock bounds it
@@ -147,40 +164,84 @@ class Session:
             _log.exception("session failed", request_id=self._id)
             self._break_off(ServingError(ErrorCode.INTERNAL, "the server failed"))
             if self._break_error is not None and not self.link.is_over.is_set():
-                await self._tell_error(self._break_error)
+                await self._writer.tell_error(self._break_error)
         finally:
             self.link.out.close()
             if self._subscription is not None:
                 self._subscription.close()
-            if self._num_tokens:
+            if self._writer.num_tokens:
                 self._journal.usage = self.usage
             self._journal.write(self._end_state(), self._break_error if not self._is_answered else None)
 
     def cancel(self, reason: CancelReason, error: ServingError) -> None:
-        """Ends the request, unless its answer is complete; the first reason counts. `error` is told to the client."""
+        """Ends the request, unless its answer is complete; the first reason counts. `error` is told to the client.
+
+        A resumable one outlives its gateway: its stream ends without an end, and is resumed elsewhere.
+        """
+        if self._has_left.is_set():
+            return
+        if reason is CancelReason.SHUTDOWN and self._log is not None and not self._log.is_behind:
+            self._leave()
+            self._is_broken_off.set()
+            return
         if self._cancel_reason is None:
             self._cancel_reason = reason
             self._journal.cancel_reason = reason
             self._cancel_asked.set()
         self._break_off(error)
 
+    def supersede(self, by: int | None = None) -> None:
+        """A newer reader has the answer: nothing more goes upstream, and the client is told, if it has no end yet.
+
+        Nothing where `by`, the number of the other one, is not newer.
+        """
+        if not self._is_answered and (by is None or by > self._session_number):
+            self._leave()
+            self._break_off(superseded())
+
+    def _leave(self) -> None:
+        self._has_left.set()
+        if self._subscription is not None:
+            self._subscription.close()
+
+    async def _await_next_reader(self, log: AnswerLog) -> None:
+        """The client is gone: a takeover comes before the end that is written here, or sees it."""
+        await self._client_gone.wait()
+        await asyncio.sleep(self._services.resumable_grace_s)
+        if not self._is_answered and self._break_error is None:
+            error = ServingError(ErrorCode.CANCELLED, "the client left")
+            await log.end(Outcome(state=RequestState.CANCELLED, error=error))
+            self.cancel(CancelReason.DISCONNECT, error)
+
     # ---- the control line
 
     async def _follow_control(self) -> None:
+        outcome: Outcome | None = None
         try:
             limit = 0
             if self._intake.max_tokens is None:
                 limit = await self._control.max_request_tokens(self._services.fleet.max_request_tokens)
-            outcome = await self._control.run(self._intake.spec(self._id, limit))
+            spec = self._intake.spec(self._id, limit)
+            if self._log is not None:
+                await self._log.begin(spec)
+            async with stop_when(self._has_left):
+                outcome = await self._control.run(spec)
         except ServingError as error:
             kind = RequestState.CANCELLED if error.code is ErrorCode.CANCELLED else RequestState.FAILED
             outcome = Outcome(state=kind, error=error)
+        if outcome is None:
+            return
+        if outcome.error is not None and outcome.error.code is ErrorCode.SUPERSEDED:
+            self.supersede()
+            return
         self._outcome = outcome
         self._has_outcome.set()
+        if self._resumption is not None and outcome.error is None:
+            await self._check_resumed_end(outcome)
         if outcome.error is None:
             if self._subscription is not None and outcome.finish_reason is not None:
                 self._subscription.conclude(outcome.finish_reason)
-            elif self._ids and outcome.finish_reason is not None:  # as many tokens as were asked for
+            elif self._writer.ids and outcome.finish_reason is not None:  # as many tokens as were asked for
                 self._finish_reason = self._finish_reason or outcome.finish_reason
                 self._attempts.changed.set()
             else:
@@ -191,6 +252,14 @@ class Session:
         else:
             self._break_off(outcome.error)
 
+    async def _check_resumed_end(self, outcome: Outcome) -> None:
+        """What an earlier session has acknowledged without writing it (Redis was away) cannot be had any more."""
+        if self._subscription is not None:
+            await asyncio.sleep(_LAST_TOKENS_S)
+        is_whole = self._is_answered or self._is_stop_complete or self._writer.is_whole(outcome.finish_reason)
+        if not is_whole:
+            self._break_off(ServingError(ErrorCode.INTERNAL, "the answer was lost on its way"))
+
     async def _pass_on_cancel(self) -> None:
         await self._cancel_asked.wait()
         if self._cancel_reason is not None:
@@ -198,10 +267,10 @@ class Session:
 
     def _on_queued(self, queued: Queued) -> None:
         self._journal.mark_queued()
-        self._start_stream(queued.position)
+        self._writer.start(queued.position)
 
     def _on_placed(self, placed: Placed) -> None:
-        self._start_stream(0)
+        self._writer.start(0)
         if self._attempts.placed(placed):
             self._journal.mark_placed(placed.prefill_worker, placed.decode_worker)
             self._cut_closed()
@@ -219,7 +288,7 @@ class Session:
 
     async def _await_outcome(self) -> None:
         """A cancel that nobody confirmed is left in Redis, for the scheduler that comes next."""
-        if not self._control.is_known and not self._has_outcome.is_set():
+        if self._has_left.is_set() or (not self._control.is_known and not self._has_outcome.is_set()):
             return
         try:
             async with asyncio.timeout(_OUTCOME_WAIT_S):
@@ -234,11 +303,18 @@ class Session:
         """Returns when the client has been told an end, or nobody is there to be told."""
         async with stop_when(self._is_broken_off):
             await self._relay()
-        if self._break_error is not None:
-            await self._tell_error(self._break_error)
+        error = self._break_error
+        if error is not None:
+            if self._log is not None and not self._has_left.is_set():
+                is_cancel = error.code in (ErrorCode.CANCELLED, ErrorCode.SLOW_CLIENT)
+                state = RequestState.CANCELLED if is_cancel else RequestState.FAILED
+                await self._log.end(Outcome(state=state, error=error))
+            await self._writer.tell_error(error)
 
     async def _relay(self) -> None:
         """Attempt by attempt."""
+        if self._resumption is not None:
+            await self._show_logged(self._resumption.logged)
         while not self._is_answered and self._break_error is None:
             placed = await self._next_place()
             if placed is None:
@@ -248,8 +324,11 @@ class Session:
                 incarnation=placed.decode_incarnation,
                 key=RequestKey(self._id, placed.attempt),
                 ticket=placed.attach_ticket,
-                from_index=self._num_tokens + 1,
+                from_index=self._writer.num_tokens + 1,
+                session=self._session_number,
             )
+            if self._is_stop_complete:  # the session before could not say it any more
+                await self._finish_early(self._subscription, [])
             await self._read_attempt(self._subscription)
             if not self._is_answered:  # an answer's last acknowledgement still goes this way
                 self._subscription.close()
@@ -265,7 +344,7 @@ class Session:
             if self._attempts.next_place is not None:
                 return self._attempts.next_place
             if self._finish_reason is not None:
-                await self._finish([self._intake.text.flush()], self._finish_reason)
+                await self._flush_and_finish(self._finish_reason)
                 return None
             if self._has_taken_all:
                 await self._answer_question()
@@ -276,9 +355,9 @@ class Session:
         if question is not None:
             delivered = Delivered(
                 attempt=question.attempt,
-                ids=tuple(self._ids),
-                cached_tokens=self._cached_tokens,
-                complete=self._finish_reason,
+                ids=tuple(self._writer.ids),
+                cached_tokens=self._writer.cached_tokens,
+                complete=FinishReason.STOP if self._is_stop_complete else self._finish_reason,
             )
             await self._control.tell_delivered(delivered)
 
@@ -290,7 +369,7 @@ class Session:
                 case TokensArrived():
                     await self._take_tokens(event, subscription)
                 case SequenceEnded():
-                    await self._finish([self._intake.text.flush()], event.reason)
+                    await self._flush_and_finish(event.reason)
                 case AttachRefused():
                     await self._await_closing(subscription.key.attempt, event.error)
                     return
@@ -299,6 +378,9 @@ class Session:
 
     async def _await_closing(self, attempt: Attempt, refusal: ServingError) -> None:
         """Decode knows the attempt no more: the scheduler says why, or its outcome breaks the answer off."""
+        if refusal.code is ErrorCode.SUPERSEDED:
+            self.supersede()
+            return
         try:
             async with asyncio.timeout(_REFUSED_WAIT_S):
                 while not self._attempts.is_closed(attempt):
@@ -311,125 +393,85 @@ class Session:
 
     async def _take_tokens(self, event: TokensArrived, subscription: TokenSubscription) -> None:
         self._journal.mark_first_token()
-        if not self._ids:  # a later attempt finds other blocks cached, which is no saving of the client's
-            self._cached_tokens = event.cached_tokens
-        parts: list[TextPart] = []
-        all_logprobs = event.logprobs or (None,) * len(event.ids)
-        for token_id, logprobs in zip(event.ids, all_logprobs, strict=True):  # one delta a token, also of several
-            part = self._intake.text.feed(token_id, logprobs)
-            parts.append(part)
-            self._ids.append(token_id)
-            if part.is_stop:
-                subscription.finish(self._num_tokens, FinishReason.STOP)
-                await self._finish(parts, FinishReason.STOP)
+        if not self._writer.ids:  # a later attempt finds other blocks cached, which is no saving of the client's
+            self._writer.cached_tokens = event.cached_tokens
+        if self._log is not None:  # into Redis, then to the socket, then acknowledged
+            await self._log.append(event, attempt=subscription.key.attempt)
+            if self._has_left.is_set():
                 return
-        if not self.is_stream:
-            self._parts += parts
-        elif any(part.text for part in parts):
-            await self._put_text(b"".join(map(self._stream.delta, parts)))
+        parts = self._writer.feed(event.ids, event.logprobs)
+        if parts[-1].is_stop:
+            await self._finish_early(subscription, parts)
+            return
+        await self._writer.put(parts)
         self._acknowledge()
 
-    async def _finish(self, parts: list[TextPart], reason: FinishReason) -> None:
-        """The last parts of the text and the end, as one frame.
+    async def _show_logged(self, logged: LoggedAnswer) -> None:
+        """Everything before this session: what the client has goes through the detokenizer alone."""
+        self._writer.start(0)
+        self._writer.cached_tokens = logged.tokens.cached_tokens
+        self._is_stop_complete = await self._writer.put_again(logged.tokens.ids, logged.tokens.logprobs)
+
+    async def _finish_early(self, subscription: TokenSubscription, parts: Sequence[TextPart]) -> None:
+        """By a stop string: decode goes on until it hears of it."""
+        subscription.finish(self._writer.num_tokens, FinishReason.STOP)
+        await self._finish(parts, FinishReason.STOP, last_index=self._writer.num_tokens)
+
+    async def _flush_and_finish(self, reason: FinishReason) -> None:
+        """What was held back counts as one token more."""
+        await self._finish(self._writer.flush(), reason, last_index=self._writer.num_tokens + 1)
+
+    async def _finish(self, parts: Sequence[TextPart], reason: FinishReason, *, last_index: int) -> None:
+        """The last parts of the text, up to that of token `last_index`, and the end.
 
         Nothing where the answer was broken off in the same pass of the loop, before the scope's cancel came through:
         the client is told that error, and an answer has one head and one end.
         """
         if self._break_error is not None:
             return
-        usage = self.usage
         self._is_answered = True  # from here on nothing breaks it off: it only waits for room
         self._finish_reason = reason
         self._attempts.changed.set()
-        if not self.is_stream:
-            choice = sse.choice_object(
-                self._intake.choice or 0, [*self._parts, *parts], reason, has_logprobs=self._intake.has_logprobs
-            )
-            body = sse.completion_object(
-                completion_id=self._identity.completion_id,
-                model=self._services.served_model_name,
-                created_unix_s=self._created_unix_s,
-                choices=[choice],
-                usage=usage,
-            )
-            await self._put_whole(200, {}, json.dumps(body).encode())
-        else:
-            data = b"".join(map(self._stream.delta, parts)) + self._stream.finish(reason, usage)
-            await self._put_text(data, has_text=any(part.text for part in parts))
-
-    async def _tell_error(self, error: ServingError) -> None:
-        """In the stream where it has started, else as a status."""
-        match self._stream.state:
-            case sse.StreamState.NOT_STARTED:
-                await self._put_whole(http_status(error), error_headers(error), error_body(error))
-            case sse.StreamState.STREAMING:
-                await self._put(Frame(data=self._stream.error(error)))
-            case sse.StreamState.DONE | sse.StreamState.ERRORED:
-                pass  # a client that has stalled got it already
-
-    async def _put_whole(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}
-        await self._put(Head(status=status, headers={**headers, **self._identity.headers}))
-        await self._put(Frame(data=body, token_index=self._num_tokens, has_text=status == 200))
-
-    async def _put_text(self, data: bytes, *, has_text: bool = True) -> None:
-        await self._put(Frame(data=data, token_index=self._num_tokens, has_text=has_text))
-        self._queued_index = self._num_tokens
-
-    async def _put(self, item: Head | Frame) -> None:
-        """Waits for room; where the client is gone nothing is put."""
-        with contextlib.suppress(ChannelClosed):
-            await self.link.out.put(item)
-
-    def _start_stream(self, position: int) -> None:
-        """At admission: the headers and a first comment leave. Later only the position is told."""
-        if not self.is_stream or self.link.out.is_closed:
-            return
-        match self._stream.state:
-            case sse.StreamState.NOT_STARTED:
-                self.link.out.try_put(Head(status=200, headers={**sse.HEADERS, **self._identity.headers}))
-                self.link.out.try_put(Frame(data=self._stream.start(position)))
-            case sse.StreamState.STREAMING if position:
-                self.link.out.try_put(Frame(data=sse.queued_comment(position)))
-            case _:
-                pass
+        if self._log is not None:
+            await self._log.end(Outcome(state=RequestState.FINISHED, finish_reason=reason))
+        await self._writer.put_end(parts, reason, last_index=last_index)
 
     # ---- acknowledgements
 
     def _on_taken(self, frame: Frame) -> None:
         if frame.has_text:
             self._journal.mark_first_text_sent(is_stream=self.is_stream)
-        if frame.token_index is not None:
-            self._taken_index = frame.token_index
+        if self._writer.taken(frame):
             self._acknowledge()
             if self._has_taken_all:
                 self._attempts.changed.set()
 
     def _acknowledge(self) -> None:
         """Tokens without text of their own count as taken once everything before them is."""
-        if self._subscription is not None:
-            self._subscription.ack(self._num_tokens if self._has_taken_all else self._taken_index)
+        if self._subscription is not None and not self._client_gone.is_set():
+            self._subscription.ack(self._writer.num_tokens if self._has_taken_all else self._writer.taken_index)
 
     @property
     def _has_taken_all(self) -> bool:
-        """A whole answer's tokens are taken when they are in its body."""
-        return self._taken_index == self._queued_index
+        """While no client is there nothing more is taken."""
+        return self._writer.has_taken_all and not self._client_gone.is_set()
 
     def _acknowledge_all(self) -> None:
         if self._subscription is not None and self._is_answered and self._cancel_reason is None:
-            self._subscription.ack(self._num_tokens)
+            self._subscription.ack(self._writer.num_tokens)
 
     # ---- the client
 
     def _on_gone(self) -> None:
+        if self._log is not None:
+            self._client_gone.set()
+            return
         self.cancel(CancelReason.DISCONNECT, ServingError(ErrorCode.CANCELLED, "the client left"))
 
     def _on_stalled(self) -> bytes | None:
         error = ServingError(ErrorCode.SLOW_CLIENT, "the client did not read for too long")
         self.cancel(CancelReason.SLOW_CLIENT, error)
-        if self._stream.state is sse.StreamState.STREAMING:
-            return self._stream.error(error)
-        return None
+        return self._writer.last_words(error)
 
     # ---- ends
 
@@ -442,17 +484,15 @@ class Session:
     def _end_state(self) -> RequestState:
         if self._outcome is not None and not self._is_answered:
             return self._outcome.state
-        if self._cancel_reason is not None:
+        if self._cancel_reason is not None or (self._has_left.is_set() and not self._is_answered):
             return RequestState.CANCELLED
         return RequestState.FINISHED if self._is_answered else RequestState.FAILED
 
-    def _encoder(self) -> sse.EventEncoder:
-        if self._intake.form is AnswerForm.NAMED_EVENTS:
-            return sse.NamedEventEncoder(request_id=self._id)
-        return sse.OpenAiEncoder(
-            completion_id=self._identity.completion_id,
-            model=self._services.served_model_name,
-            created_unix_s=self._created_unix_s,
-            include_usage=self._intake.include_usage,
-            choice=self._intake.choice,
-        )
+    @property
+    def _session_number(self) -> int:
+        return 0 if self._log is None else self._log.session
+
+    def _progress(self) -> tuple[Attempt, int]:
+        """The last attempt seen and the tokens held."""
+        logged = Attempt(0) if self._log is None else self._log.last_attempt
+        return max(self._attempts.last_seen, logged), self._writer.num_tokens

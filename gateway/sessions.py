@@ -2,15 +2,20 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeAlias
 
 from gateway.group import SessionGroup
+from gateway.replay import Replay
 from gateway.session import Session
 from shared.aio.scope import spawn
 from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import RequestId
 from shared.domain.request import CancelReason
 
 # What a cancelled session may still take: the outcome's wait, and a client that reads its last bytes.
 _LAST_WORDS_S = 6.0
+
+AnySession: TypeAlias = Session | SessionGroup | Replay
 
 
 class Sessions:
@@ -20,7 +25,7 @@ class Sessions:
         self._group = group
         self._max_open = max_open_requests
         self._num_open = 0
-        self._sessions: dict[Session | SessionGroup, asyncio.Task[None]] = {}
+        self._sessions: dict[AnySession, asyncio.Task[None]] = {}
         self.draining = asyncio.Event()
         """Set when the drain begins: nothing new is taken."""
         self._is_idle = asyncio.Event()
@@ -63,7 +68,11 @@ class Sessions:
 
         return leave
 
-    def start(self, session: Session | SessionGroup, leave: Callable[[], None], *, name: str) -> None:
+    def of_request(self, request_id: RequestId) -> list[Session]:
+        """The readers of one answer: one, and older ones that are about to end."""
+        return [each for each in self._sessions if isinstance(each, Session) and each.request_id == request_id]
+
+    def start(self, session: AnySession, leave: Callable[[], None], *, name: str) -> None:
         """Runs it; it owns its places from here on."""
         self._sessions[session] = spawn(self._group, self._run(session, leave), name=f"session {name}")
 
@@ -93,7 +102,7 @@ class Sessions:
         for task in self._sessions.values():
             task.cancel()
 
-    async def _run(self, session: Session | SessionGroup, leave: Callable[[], None]) -> None:
+    async def _run(self, session: AnySession, leave: Callable[[], None]) -> None:
         try:
             await session.run()
         finally:

@@ -2,7 +2,9 @@
 
 NOT_STARTED -> STREAMING -> DONE | ERRORED. Exactly one terminal (finish or error), nothing after it. Every line end is
 LF; all JSON is ASCII, so that U+2028, U+2029 and U+0085 can tear no line splitter. What no reader should act on is a
-comment. Streams of `/v1` carry no `id:`, `event:` or `retry:` line.
+comment. Streams of `/v1` carry no `event:` or `retry:` line, and an `id:` only where the client asked for an answer
+that it can resume: `id: n` = with this event it has the text of tokens 1..n; what is held back to the end counts as
+one token more.
 """
 
 import json
@@ -54,10 +56,12 @@ class EventEncoder(Protocol):
 class EventStream:
     """The state machine around an encoder."""
 
-    def __init__(self, encoder: EventEncoder) -> None:
+    def __init__(self, encoder: EventEncoder, from_index: int | None = None) -> None:
+        """`from_index`: deltas carry ids, and the client has those up to this one (0 = none). None: no ids."""
         self._encoder = encoder
+        self._from_index = from_index
         self._state = StreamState.NOT_STARTED
-        self._has_begun = False
+        self._has_begun = bool(from_index)
 
     @property
     def state(self) -> StreamState:
@@ -74,10 +78,20 @@ class EventStream:
         self._state = StreamState.STREAMING
         return queued_comment(queue_position)
 
-    def delta(self, part: TextPart) -> bytes:
-        """Nothing for an empty text."""
+    def delta(self, part: TextPart, index: int = 0) -> bytes:
+        """Of token `index`. Nothing for an empty text, nor for one that the client has."""
         self._require_streaming("delta")
-        return self._begin() + self._encoder.delta(part) if part.text else b""
+        if not part.text:
+            return b""
+        if self._from_index is None:
+            return self._begin() + self._encoder.delta(part)
+        if index <= self._from_index:
+            return b""
+        return self._begin() + b"id: %d\n" % index + self._encoder.delta(part)
+
+    def deltas(self, parts: Sequence[TextPart], first_index: int) -> bytes:
+        """Of consecutive tokens, the first of them numbered `first_index`."""
+        return b"".join(self.delta(part, index) for index, part in enumerate(parts, first_index))
 
     def finish(self, reason: FinishReason, usage: Usage) -> bytes:
         self._require_streaming("finish")

@@ -73,6 +73,8 @@ class Start:
     spec: RequestSpec
     last_attempt_seen: int
     tokens_held: int
+    session: int = 0
+    """Of a resumable answer: grows with each reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +215,7 @@ class SchedulerClient:
                 gateway_incarnation=self._incarnation,
                 last_attempt_seen=start.last_attempt_seen,
                 tokens_held=start.tokens_held,
+                session=start.session,
                 scheduler_epoch=self._epoch,
             )
         )

@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from grpc.aio import AioRpcError, StreamStreamCall
@@ -80,8 +80,11 @@ TokenEvent: TypeAlias = TokensArrived | SequenceEnded | AttachRefused | AttemptC
 class TokenSubscription:
     """One attempt's tokens. Made by `TokenStreams.attach`; `close` it always."""
 
-    def __init__(self, stream: "TokenStream", key: RequestKey, ticket: bytes, from_index: int) -> None:
+    def __init__(
+        self, stream: "TokenStream", key: RequestKey, ticket: bytes, from_index: int, session: int = 0
+    ) -> None:
         self.key = key
+        self._session = session
         self._stream = stream
         self._ticket = ticket
         self._next_index = from_index
@@ -102,11 +105,15 @@ class TokenSubscription:
         return self._next_index
 
     async def get(self) -> TokenEvent:
-        """The next event. Nothing comes after one that is not TokensArrived: do not ask again."""
+        """The next event, all tokens that are there as one. Nothing comes after another one: do not ask again."""
         while not self._events:
             self._arrived.clear()
             await self._arrived.wait()
         event = self._events.popleft()
+        while isinstance(event, TokensArrived) and self._events and isinstance(self._events[0], TokensArrived):
+            more = self._events[0]
+            self._events.popleft()
+            event = replace(event, ids=event.ids + more.ids, logprobs=event.logprobs + more.logprobs)
         if isinstance(event, TokensArrived):
             self._num_untaken -= len(event.ids)
         return event
@@ -176,17 +183,22 @@ class TokenSubscription:
         if not self._told_attach:  # also after the last token: until all is acknowledged decode keeps the sequence
             self._told_attach = True
             yield decode_pb2.TokensUp(
-                attach=decode_pb2.Attach(key=key, from_index=self._next_index, ticket=self._ticket)
+                attach=decode_pb2.Attach(
+                    key=key, from_index=self._next_index, ticket=self._ticket, session=self._session
+                )
             )
         if self._finish is not None:
             if not self._told_finish:
                 self._told_finish = True
                 index, reason = self._finish
-                finish = decode_pb2.Finish(key=key, index=index, reason=finish_reason_to_wire(reason))
+                finish = decode_pb2.Finish(
+                    key=key, index=index, reason=finish_reason_to_wire(reason), session=self._session
+                )
                 yield decode_pb2.TokensUp(finish=finish)
         elif self._acked_index > self._told_ack:
             self._told_ack = self._acked_index
-            yield decode_pb2.TokensUp(ack=decode_pb2.TokenAck(key=key, index=self._acked_index))
+            ack = decode_pb2.TokenAck(key=key, index=self._acked_index, session=self._session)
+            yield decode_pb2.TokensUp(ack=ack)
 
     def _add(self, event: TokenEvent) -> None:
         if self._is_over:
@@ -300,7 +312,14 @@ class TokenStreams:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def attach(
-        self, *, address: str, incarnation: Incarnation, key: RequestKey, ticket: bytes, from_index: int
+        self,
+        *,
+        address: str,
+        incarnation: Incarnation,
+        key: RequestKey,
+        ticket: bytes,
+        from_index: int,
+        session: int = 0,
     ) -> TokenSubscription:
         """Tokens of `key` from `from_index` on, as soon as the worker sends them. Never waits."""
         place = (address, incarnation)
@@ -311,7 +330,7 @@ class TokenStreams:
             task = spawn(self._group, self._run(place, stream), name=f"tokens from {address}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        subscription = TokenSubscription(stream, key, ticket, from_index)
+        subscription = TokenSubscription(stream, key, ticket, from_index, session)
         stream.add(subscription)
         return subscription
 

@@ -12,6 +12,8 @@ PATHS = {
     ("/v1/models", "GET"),
     ("/v1/models/{name:path}", "GET"),
     ("/v1/requests/{request_id:path}", "DELETE"),
+    ("/v1/streams/{request_id:path}", "DELETE"),
+    ("/v1/streams/{request_id:path}", "GET"),
 }
 
 NO_TORCH = """

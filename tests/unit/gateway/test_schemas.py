@@ -126,7 +126,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"audio": {"voice": "a"}}, "audio"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"timeout": 5}, "timeout"),
-    ({"resumable": True}, "resumable"),
+    ({"resumable": 1}, "resumable"),
 ]
 
 

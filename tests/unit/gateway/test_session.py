@@ -13,7 +13,8 @@ from gateway.clients.tokens import SequenceEnded, TokenEvent, TokensArrived
 from gateway.intake import IntakeReader
 from gateway.journal import Journal
 from gateway.request_id import new_identity
-from gateway.session import Services, Session
+from gateway.services import Services
+from gateway.session import Session
 from shared.aio.channel import Channel
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Incarnation, TokenId, WorkerId
