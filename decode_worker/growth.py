@@ -20,7 +20,7 @@ GROW_AHEAD_TOKENS = 8
 # A full outbox that moves within this time is a reader a round trip behind, as any is with stop strings: no better a
 # victim than another.
 PARKED_VICTIM_S = 0.5
-PREEMPTION_CAUSES = ("blocks", "parked")
+PREEMPTION_CAUSES = ("blocks", "parked", "drain")
 PARKED_S = 10.0  # a phone that changes cells is back by then; whoever is slower costs a replay
 
 

@@ -64,6 +64,7 @@ class HeldSequence:
     outbox: Outbox
     moments: Moments
     unattended_since: float  # since when no gateway reads; means nothing while `reader` is set
+    deadline: float | None = None  # when the client's time is over
     stage: Stage = Stage.RECEIVING
     is_in_engine: bool = False
     is_checked: bool = False  # the engine has found the prompt's KV good
@@ -74,8 +75,8 @@ class HeldSequence:
     first_token: SampledToken | None = None
     cached_tokens: int = 0
     num_computed: int = 0
-    kv_bytes: int = 0
     num_replayed: int = 0
+    kv_bytes: int = 0
     reader: TokenReader | None = None
     session: int = 0  # highest that a gateway has named for a resumable answer
     next_unsent: int = 1
@@ -121,7 +122,6 @@ class HeldSequence:
         return self.stage is Stage.ENDED and not self.is_in_engine and not self.receiver.is_copying
 
     @property
-    @property
     def work(self) -> Work:
         """What was done for it here."""
         upto = max(self.outbox.acked_upto, self.next_unsent - 1)
@@ -134,6 +134,7 @@ class HeldSequence:
             undelivered_tokens=max(0, self.num_computed - max(0, delivered_upto - num_before)),
         )
 
+    @property
     def has_undelivered(self) -> bool:
         """Tokens, or the word that it ended, which no gateway has acknowledged."""
         return not self.outbox.is_done
@@ -226,6 +227,7 @@ def hold(
     layout: KvLayout,
     incarnation: Incarnation,
     outbox: Outbox,
+    deadline: float | None = None,
     now: float,
 ) -> HeldSequence:
     """The row of a new reservation. `incarnation` is this process's."""
@@ -253,5 +255,6 @@ def hold(
         ),
         outbox=outbox,
         moments=Moments(reserved_at=now),
+        deadline=deadline,
         unattended_since=now,
     )

@@ -12,13 +12,14 @@ from structlog.typing import FilteringBoundLogger
 
 from decode_worker import reports
 from decode_worker.grower import DecodeEngine, Grower
-from decode_worker.growth import PARKED_S, check_fits, num_blocks_at_start
+from decode_worker.growth import check_fits, num_blocks_at_start
+from decode_worker.lapse import Lapse, lapsed
 from decode_worker.outbox import Outbox, outbox_capacity
 from decode_worker.reports import EventSink
 from decode_worker.reservations import Refusal, Reservation, Reservations
 from decode_worker.sequence import HeldSequence, Stage, TokenReader, hold
 from shared.codec import worker_events
-from shared.codec.request import key_from_wire, spec_from_wire
+from shared.codec.request import deadline_from_wire, key_from_wire, spec_from_wire
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId, TransferId, WorkerId
@@ -33,8 +34,6 @@ from shared.obs.metrics import Metrics
 from shared.transfer.handshake import TRANSPORTS
 from shared.wire import scheduler_pb2
 
-UNATTENDED_S = 45.0  # longer than a gateway's grace (5 s, 30 s when resumable) and its re-dialling together
-DONE_KEPT_S = 60.0  # an ended answer whose Release never comes; as long as a tombstone
 ROWS_A_SEQUENCE = 16  # rows that only wait for a slow reader hold no blocks; so many of them for each place
 TICKET_BYTES = 16
 
@@ -120,21 +119,28 @@ class DecodeService:
             raise AssertionError("blocks are held for an attempt that is not here")
 
     def sweep(self) -> None:
-        """Call it each second: what ends without a message ends here."""
+        """Call it now and then: what ends without a message ends here."""
         now = self._clock.monotonic()
         for key in self._reservations.expired(now):
             row = self._rows[key]
             if row.stage is Stage.RECEIVING:
                 self._fail(row, ServingError(ErrorCode.KV_TRANSFER_FAILED, "no sign of the transfer"))
         for row in list(self._rows.values()):
-            if row.is_parked and now - row.moved_at >= PARKED_S:
-                self._preempt(row, "parked")
-            elif row.reader is None and row.stage is not Stage.RECEIVING and row.release_epoch is None:
-                unattended_s = now - row.unattended_since
-                if row.has_undelivered and unattended_s >= UNATTENDED_S:
-                    self._fail(row, ServingError(ErrorCode.CANCELLED, "gateway_lost"))
-                elif row.is_done_reported and row.is_settled and unattended_s >= DONE_KEPT_S:
+            match lapsed(row, now):
+                case ServingError() as error:
+                    self._fail(row, error)
+                case Lapse.PARKED:
+                    self._preempt(row, "parked")
+                case Lapse.FORGOTTEN:
                     self._forget(row)
+                case None:
+                    pass
+
+    def hand_over(self) -> None:
+        """The time of the drain is over: whatever has not ended goes on at another worker."""
+        for row in list(self._rows.values()):
+            if not row.is_broken_off and not row.is_done_reported and row.release_epoch is None:
+                self._preempt(row, "drain")
 
     # ---- the session's handler
 
@@ -199,6 +205,7 @@ class DecodeService:
             layout=self._layout,
             incarnation=self._incarnation,
             outbox=Outbox(capacity=capacity, num_delivered=len(delivered)),
+            deadline=deadline_from_wire(reserve.timeout_ms, now),
             now=now,
         )
         num_hit = granted.num_shared * self._layout.block_size

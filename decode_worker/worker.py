@@ -30,7 +30,7 @@ from shared.transfer.copier import Copier
 from shared.transfer.handshake import Acquaintances
 from shared.wire import decode_pb2_grpc, kv_pb2_grpc
 
-SWEEP_S = 1.0  # leases last 10 s and more
+SWEEP_S = 0.25  # leases last 10 s and more, but a deadline is to be kept to a fraction of a second
 SERVICES = ("firsttoken.v1.KvTransfer", "firsttoken.v1.Decode")
 
 

@@ -33,9 +33,10 @@ class PrefillJob:
     epoch: Epoch  # of the command: what the events of this attempt answer
     target: KvTarget
     moments: Moments
+    deadline: float | None = None  # when the client's time is over
     num_delivered: int = 0  # output tokens that the client has already: above 0 none is sampled here
-    blocks: tuple[BlockId, ...] = ()  # none while it waits for them, and none after the end
     distrusts_cache: bool = False  # an earlier attempt's KV was wrong: what is cached of the prompt is computed anew
+    blocks: tuple[BlockId, ...] = ()  # none while it waits for them, and none after the end
     block_table: BlockTable | None = None
     is_in_engine: bool = False
     cached_tokens: int = 0  # at the beginning of the prompt: their KV was there, nothing computes it

@@ -13,13 +13,14 @@ from structlog.typing import FilteringBoundLogger
 from prefill_worker.job import Moments, PrefillJob
 from shared.codec import worker_events
 from shared.codec.kv import target_from_wire
-from shared.codec.request import key_from_wire, spec_from_wire
+from shared.codec.request import deadline_from_wire, key_from_wire, spec_from_wire
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, RequestKey
+from shared.domain.lifecycle import deadline_exceeded
 from shared.domain.request import RequestSpec, SequenceState
-from shared.engine.prefill_runner import AddPrompt, DropPrompt, PrefillCommand, PrefillStep
 from shared.domain.worker import NO_WORK, Work
+from shared.engine.prefill_runner import AddPrompt, DropPrompt, PrefillCommand, PrefillStep
 from shared.kv.block_pool import BlockPool
 from shared.kv.block_table import BlockTable
 from shared.kv.frame_plan import LayersDone
@@ -100,6 +101,18 @@ class PrefillService:
         """State -> blocks, all states."""
         return {state.value: count for state, count in self._pool.counts().items()}
 
+    def sweep(self) -> None:
+        """Call it now and then: nothing is computed or sent for a client whose time is over."""
+        now = self._clock.monotonic()
+        for job in list(self._jobs.values()):
+            if job.deadline is not None and now >= job.deadline:
+                self._fail(job, deadline_exceeded())
+
+    def hand_over(self) -> None:
+        """The time of the drain is over: whatever is not with decode yet goes on at another worker."""
+        for job in list(self._jobs.values()):
+            self._fail(job, ServingError(ErrorCode.DRAINING, "the worker is being stopped"))
+
     # ---- the session's handler
 
     def handle_command(self, command: scheduler_pb2.Command, epoch: Epoch) -> None:
@@ -153,7 +166,9 @@ class PrefillService:
             epoch=epoch,
             target=target_from_wire(prefill.target),
             moments=Moments(received_at=now),
+            deadline=deadline_from_wire(prefill.timeout_ms, now),
             num_delivered=prefill.num_delivered,
+            distrusts_cache=prefill.distrust_cache,
         )
         self._jobs[key] = job
         self._waiting.append(job)
@@ -168,7 +183,6 @@ class PrefillService:
             raise ServingError(ErrorCode.DRAINING, "the worker is being stopped")
         needed = self._layout.num_blocks_for(spec.num_prompt_tokens)
         if needed > self._pool.num_blocks:
-            distrusts_cache=prefill.distrust_cache,
             raise ServingError(
                 ErrorCode.NEVER_FITS, f"the prompt needs {needed} blocks, the pool has {self._pool.num_blocks}"
             )
@@ -190,6 +204,10 @@ class PrefillService:
         """
         spec = job.spec
         cached = self._prefixes.match(spec.prompt_ids, salt=spec.kv_salt, max_tokens=spec.num_prompt_tokens - 1)
+        if job.distrusts_cache:
+            self._prefixes.withdraw(cached)
+            self._pool.free(cached)
+            cached = ()
         new = self._pool.reserve(self._layout.num_blocks_for(spec.num_prompt_tokens) - len(cached))
         if new is None:
             self._pool.free(cached)
@@ -204,10 +222,6 @@ class PrefillService:
         job.moments.started_at = self._clock.monotonic()
         self._metrics.prefix_looked_up(
             num_hit=job.cached_tokens,
-        if job.distrusts_cache:
-            self._prefixes.withdraw(cached)
-            self._pool.free(cached)
-            cached = ()
             num_missed=spec.num_prompt_tokens - job.cached_tokens,
             num_evicted=self._prefixes.take_evictions(),
         )
@@ -352,6 +366,7 @@ class PrefillService:
             return
         freed = self._pool.free(job.blocks) if job.blocks else 0
         job.blocks = ()
+        work = Work(computed_tokens=job.computed_tokens)
         if job.release_epoch is not None:
             self._events.post(worker_events.released(job.key, job.release_epoch, blocks_freed=freed, work=work))
         del self._jobs[job.key]
@@ -362,7 +377,6 @@ class PrefillService:
             attempt=job.key.attempt,
             outcome="failed" if job.error else "sent" if job.is_sent else "aborted",
             code=job.error.code.value if job.error else None,
-        work = Work(computed_tokens=job.computed_tokens)
             prompt_tokens=job.spec.num_prompt_tokens,
             cached_tokens=job.cached_tokens,
             computed_tokens=job.computed_tokens,

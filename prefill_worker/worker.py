@@ -27,6 +27,8 @@ from shared.transfer.handshake import FALLBACK_REASONS, SHM, Introductions
 from shared.transfer.host_proof import HostProof
 from shared.transfer.staging import StagingPool
 
+SWEEP_S = 0.25  # a deadline is to be kept to a fraction of a second
+
 
 async def run_worker(process: Process, config: PrefillConfig, engine: Engine) -> None:
     """Returns after the drain that `process.stopping` begins. Raises EngineDied."""
@@ -45,6 +47,7 @@ async def run_worker(process: Process, config: PrefillConfig, engine: Engine) ->
         engine.executor,
         token_budget=config.token_budget,
         max_sequences=config.max_sequences,
+        step_tokens=engine.step_tokens,
         tell_layers=lambda told: step_loop.tell(service.on_layers, told),
     )
     step_loop: StepLoop[PrefillCommand, PrefillStep] = StepLoop(
@@ -125,10 +128,17 @@ async def run_worker(process: Process, config: PrefillConfig, engine: Engine) ->
             service.connect(step_loop, session, senders)
             step_loop.start()
             spawn(group, session.run(), name="session")
+            spawn(group, _sweep(service), name="sweep")
             is_drained = await life.run(session, server)
             finished.set()
     if not is_drained:
         raise EngineDied
+
+
+async def _sweep(service: PrefillService) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        service.sweep()
 
 
 def _host_proof(process: Process, transports: tuple[str, ...]) -> HostProof | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from scheduler.messages import (
     AbortJob,
     CommandBody,
+    InventoryEntry,
     PrefillJob,
     ReleaseJob,
     ReserveJob,
@@ -37,10 +38,18 @@ class Job:
     num_blocks: int
     tokens_left: int
     """Prompt tokens that prefill has not reported as computed."""
-    sent_number: int | None = None
     computed_tokens: int = 0
     """Prompt tokens that it has reported."""
+    sent_number: int | None = None
     """Number of its command in this session; None while the command waits for a write or a reservation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orphan:
+    """What a worker has of an attempt that nobody here knows, and when it is asked back."""
+
+    entry: InventoryEntry
+    ends_at: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -61,8 +70,8 @@ class Worker:
     """The last command of each attempt, while unanswered: sent again in every new session."""
     owed: set[RequestKey] = field(default_factory=set[RequestKey])
     """Attempts that it must release before it gets new work."""
-    orphans_end_at: dict[RequestKey, float] = field(default_factory=dict[RequestKey, float])
-    """Ended attempts of an earlier scheduler, and when they are asked back."""
+    orphans: dict[RequestKey, Orphan] = field(default_factory=dict[RequestKey, Orphan])
+    """Attempts of an earlier scheduler whose gateways may come back."""
     last_event: int = 0
     events_in_write: set[int] = field(default_factory=set[int])
     """Taken, but not to be acknowledged before a write came to its end."""
@@ -111,13 +120,25 @@ class Worker:
         """Room for one more sequence."""
         num_sequences = len(self.jobs)
         if self.capacity is not None:
-            told = sum(count for state, count in self.capacity.sequences.items() if state != "done")
-            num_sequences = min(num_sequences, told + len(self._jobs_unseen()))
+            num_sequences = min(num_sequences, self.capacity.num_under_way + len(self._jobs_unseen()))
         return num_sequences < self.facts.max_sequences
+
+    @property
+    def has_let_go(self) -> bool:
+        """It holds nothing that is under way, by our books or by its own word."""
+        if not self.jobs:
+            return True
+        told = self.capacity
+        return told is not None and told.queued_prompt_tokens == 0 and told.num_under_way == 0
 
     def book(self, key: RequestKey, spec: RequestSpec, num_delivered: int) -> None:
         """Count an attempt before its command is sent."""
         self.jobs[key] = _job(self.facts, spec, num_delivered)
+
+    def inherit(self, key: RequestKey, spec: RequestSpec) -> None:
+        """Count an attempt that an earlier scheduler commanded; again where more is known of it."""
+        self.book(key, spec, 0)
+        self.jobs[key].sent_number = 0
 
     def unbook(self, key: RequestKey) -> None:
         """Forget an attempt whose command was never sent."""

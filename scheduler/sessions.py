@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import assert_never
 
-from scheduler.fleet import Worker
+from scheduler.adoption import Adoption
+from scheduler.fleet import Orphan, Worker
 from scheduler.lives import Lives, worker_lost
 from scheduler.messages import (
     AbortJob,
@@ -11,6 +12,7 @@ from scheduler.messages import (
     AttemptFailedTold,
     CloseSession,
     HeartbeatTold,
+    InventoryEntry,
     InventoryTold,
     KvCommittedTold,
     Noted,
@@ -29,15 +31,15 @@ from scheduler.messages import (
     SessionClosed,
     SessionId,
     SessionOpened,
+    Wasted,
     WelcomeWorker,
 )
-    Wasted,
+from scheduler.waste import wasted
 from shared.domain import lifecycle_events as events
 from shared.domain.errors import ServingError
-from scheduler.waste import wasted
 from shared.domain.ids import Epoch, RequestKey
 from shared.domain.lifecycle import Verdict
-from shared.domain.request import Role
+from shared.domain.request import Role, SequenceState
 from shared.domain.worker import LossLimits, WorkerChange, WorkerState
 
 # Whatever a worker holds ends by itself within 45 s (decisions §1), and its tombstones after 60 s.
@@ -49,8 +51,9 @@ ORPHAN_GRACE_S = 5.0
 class WorkerSessions:
     """What workers say, and what silence means."""
 
-    def __init__(self, lives: Lives, epoch: Epoch, limits: LossLimits) -> None:
+    def __init__(self, lives: Lives, adoption: Adoption, epoch: Epoch, limits: LossLimits) -> None:
         self._lives = lives
+        self._adoption = adoption
         self._fleet = lives.fleet
         self._ledger = lives.ledger
         self._epoch = epoch
@@ -63,8 +66,8 @@ class WorkerSessions:
             if reason is not None:
                 self.lose(worker, reason, now)
                 continue
-            for key in [key for key, end_at in worker.orphans_end_at.items() if now >= end_at]:
-                del worker.orphans_end_at[key]
+            for key in [key for key, orphan in worker.orphans.items() if now >= orphan.ends_at]:
+                del worker.orphans[key]
                 self._ask_back(worker, key)
             if worker.lost_at is not None and now - worker.lost_at >= LOST_FORGOTTEN_S:
                 self.forget(worker, "away too long", now)
@@ -96,14 +99,11 @@ class WorkerSessions:
             return
         worker.has_told_inventory = True
         told = {each.key for each in event.entries}
-        worker.orphans_end_at.clear()
+        worker.orphans.clear()
         for each in sorted(event.entries, key=lambda each: str(each.key)):
-            if each.is_done:
-                if self._ledger.get(each.key.request_id) is None:
-                    worker.orphans_end_at[each.key] = now + ORPHAN_GRACE_S
-            elif not self._is_held(worker, each.key):
-                worker.owed.add(each.key)
-                worker.pending[each.key] = AbortJob()
+            if not self._adoption.inherit(worker, each, now):
+                self._look_at(worker, each, now)
+        self._adoption.check(now)
         for key, body in worker.pending.items():
             if isinstance(body, AbortJob | ReleaseJob):
                 worker.owed.add(key)
@@ -114,6 +114,17 @@ class WorkerSessions:
                 # Its Reserve was answered and it holds it no more: the attempt is over, whatever ended it.
                 self._attempt_failed(worker, key, worker_lost(worker), now)
         self._settle_worker(worker, now)
+
+    def _look_at(self, worker: Worker, told: InventoryEntry, now: float) -> None:
+        """What nobody here knows waits for its gateway; what is known and not held here any more is asked back."""
+        key, is_known = told.key, self._ledger.get(told.key.request_id) is not None
+        if told.state is SequenceState.DONE and not is_known:
+            worker.orphans[key] = Orphan(entry=told, ends_at=now + ORPHAN_GRACE_S)
+        elif told.is_held and not is_known and self._adoption.is_open(now):
+            worker.orphans[key] = Orphan(entry=told, ends_at=self._adoption.ends_at)
+        elif told.is_held and not self._is_held(worker, key):
+            worker.owed.add(key)
+            worker.pending[key] = AbortJob()
 
     def _note_unlike(self, worker: Worker) -> None:
         """A pair with unlike KV layouts or numerics is never used: told here, once, and not by failing requests."""
@@ -185,6 +196,7 @@ class WorkerSessions:
                 worker.answered(key, PrefillJob)
                 if key in worker.jobs:
                     worker.jobs[key].tokens_left = 0
+                    worker.jobs[key].computed_tokens = report.computed_tokens
                 self._lives.feed(entry, events.PrefillDone(attempt=attempt), now)
             case KvCommittedTold():
                 self._lives.feed(entry, events.KvCommitted(attempt=attempt), now)
@@ -196,7 +208,6 @@ class WorkerSessions:
                 )
                 if self._lives.feed(entry, done, now) is Verdict.TAKEN and entry is not None:
                     entry.done_event = (worker.ref, event.number)
-                    worker.jobs[key].computed_tokens = report.computed_tokens
                     worker.events_in_write.add(event.number)
             case PreemptedTold():
                 worker.answered(key, ReserveJob)
@@ -210,17 +221,6 @@ class WorkerSessions:
                 assert_never(report)
         self._lives.place(now)
 
-    def _attempt_failed(self, worker: Worker, key: RequestKey, error: ServingError, now: float) -> None:
-        entry = self._ledger.get(key.request_id)
-        failed = events.AttemptFailed(attempt=key.attempt, role=worker.facts.role, error=error)
-        if entry is not None and entry.record.attempt == key.attempt:
-            self._lives.remember_failure(key.request_id, worker.ref)
-        self._lives.feed(entry, failed, now)
-
-    def ack(self, worker: Worker) -> None:
-        upto = worker.ack_due()
-        if upto is not None and worker.session is not None:
-            self._lives.emit(AckEvents(session=worker.session, upto=upto))
     def _released(self, worker: Worker, key: RequestKey, report: ReleasedTold, now: float) -> None:
         entry = self._ledger.get(key.request_id)
         is_orphan = entry is None and key in worker.owed
@@ -238,6 +238,17 @@ class WorkerSessions:
             self._lives.feed(entry, released, now)
         self._settle_worker(worker, now)
 
+    def _attempt_failed(self, worker: Worker, key: RequestKey, error: ServingError, now: float) -> None:
+        entry = self._ledger.get(key.request_id)
+        failed = events.AttemptFailed(attempt=key.attempt, role=worker.facts.role, error=error)
+        if entry is not None and entry.record.attempt == key.attempt:
+            self._lives.remember_failure(key.request_id, worker.ref)
+        self._lives.feed(entry, failed, now)
+
+    def ack(self, worker: Worker) -> None:
+        upto = worker.ack_due()
+        if upto is not None and worker.session is not None:
+            self._lives.emit(AckEvents(session=worker.session, upto=upto))
 
     def closed(self, event: SessionClosed, now: float) -> None:
         worker = self._fleet.by_session(event.session)
@@ -245,7 +256,7 @@ class WorkerSessions:
             return
         self._fleet.detach(worker)
         worker.session_broken_at = now
-        if worker.state is WorkerState.DRAINING and not worker.jobs:
+        if worker.state is WorkerState.DRAINING and worker.has_let_go:
             worker.change(WorkerChange.LEFT)
             self.forget(worker, "drained", now)
 

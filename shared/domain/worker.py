@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 from shared.domain.ids import Incarnation, TransferId, WorkerId
-from shared.domain.request import Role
+from shared.domain.request import Role, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,11 @@ class Capacity:
     is_draining: bool = False
 
     @property
+    def num_under_way(self) -> int:
+        """Sequences that have not ended."""
+        return sum(count for state, count in self.sequences.items() if state != SequenceState.DONE)
+
+    @property
     def available_blocks(self) -> int:
         """What a reservation can get: cached blocks give way to it."""
         return self.blocks.get("free", 0) + self.blocks.get("cached", 0)
@@ -129,11 +134,6 @@ def advance_worker(state: WorkerState, change: WorkerChange) -> WorkerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossLimits:
-    """After how long a worker is given up."""
-
-    silence_s: float = 5.0
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What a worker did for one attempt, in tokens: of the prompt in prefill, of the answer in decode."""
 
@@ -148,6 +148,11 @@ class Work:
 NO_WORK = Work()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossLimits:
+    """After how long a worker is given up."""
+
+    silence_s: float = 5.0
     step_stall_s: float = 10.0
 
 

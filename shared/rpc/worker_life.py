@@ -17,7 +17,9 @@ from shared.state.locate import SchedulerLocator
 # A worker whose engine died says so on /healthz for this long, and lets its last events be acknowledged; then it ends,
 # so that it is restarted also where nobody asks /healthz.
 DEAD_LINGER_S = 10.0
-_FLUSH_S = 2.0  # for the last events of a drained worker
+_FLUSH_S = 2.0  # for the last events of a drained worker, and the answers that they call for
+# What has not ended by itself is given to others while there is time left: for its events, and for what they let go of.
+_HAND_OVER_S = 5.0
 _POLL_S = 0.05
 
 
@@ -57,6 +59,8 @@ class WorkerTable(Protocol):
     @property
     def is_idle(self) -> bool: ...
 
+    def hand_over(self) -> None: ...
+
     def on_engine_dead(self) -> None: ...
 
 
@@ -94,8 +98,16 @@ class WorkerLife:
         process.readiness.set(False, "draining")
         self._table.is_draining = True
         session.drain()
-        await self._wait(lambda: self._table.is_idle or self._engine_died.is_set(), self._drain_timeout_s)
-        await self._wait(lambda: session.num_unacknowledged == 0, _FLUSH_S)
+        # A short limit is shared by both.
+        own_s = max(self._drain_timeout_s - _HAND_OVER_S, self._drain_timeout_s / 2)
+        await self._wait(lambda: self._table.is_idle or self._engine_died.is_set(), own_s)
+        if not self._table.is_idle:
+            process.log.info("handing over what has not ended")
+            self._table.hand_over()
+            await self._wait(lambda: self._table.is_idle or self._engine_died.is_set(), _FLUSH_S)
+        # The last heartbeat says that nothing is held: the end of the session is then no loss.
+        session.heartbeat_soon()
+        await self._wait(lambda: session.num_unacknowledged == 0 and session.is_told, _FLUSH_S)
         process.log.info("drained", is_idle=self._table.is_idle, unacknowledged=session.num_unacknowledged)
         return not self._engine_died.is_set()
 

@@ -33,6 +33,7 @@ from scheduler.messages import (
     PrefillDoneTold,
     PrefillJob,
     QueuedTold,
+    RecordsFound,
     Refused,
     ReleasedTold,
     ReleaseJob,
@@ -66,7 +67,15 @@ from scheduler.messages import (
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey, TokenId, TransferId, WorkerId
 from shared.domain.lifecycle_events import WriteStep
-from shared.domain.request import CancelReason, FinishReason, RequestSpec, Role
+from shared.domain.request import (
+    CancelReason,
+    FinishReason,
+    RequestSpec,
+    RequestState,
+    Role,
+    SequenceState,
+    StoredRequest,
+)
 from shared.domain.sampling import SamplingParams
 from shared.domain.worker import Capacity, KvTarget, LossLimits, WorkerFacts, WorkerRef
 
@@ -97,6 +106,7 @@ class Runner:
         options = dict(word.split("=", 1) for word in words if "=" in word)
         plain = [word for word in words if "=" not in word]
         commands: dict[str, Callable[[list[str], dict[str, str]], Iterable[CoreEvent]]] = {
+            "adopt": self.adopt,
             "worker": self.worker,
             "start": self.start,
             "wrote": self.wrote,
@@ -116,6 +126,28 @@ class Runner:
             shown += [self.show(effect) for effect in self.core.step(event, self.now)]
         self.core.waiting.check()
         return shown
+
+    def adopt(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
+        """`adopt a queued b/2 placing:p0:d0 c queued+session`: what the store knows, oldest first."""
+        records: list[StoredRequest] = []
+        for name, told in zip(plain[::2], plain[1::2], strict=True):
+            key = _key(name)
+            state, *workers = told.removesuffix("+session").split(":")
+            records.append(
+                StoredRequest(
+                    request_id=key.request_id,
+                    state=RequestState(state),
+                    attempt=key.attempt,
+                    epoch=Epoch(100),
+                    gateway_incarnation=Incarnation(1),
+                    admitted_unix_ms=len(records),
+                    seed=1,
+                    prefill_worker=WorkerId(workers[0]) if workers else None,
+                    decode_worker=WorkerId(workers[1]) if workers else None,
+                    session=1 if told.endswith("+session") else 0,
+                )
+            )
+        return [RecordsFound(records=tuple(records))]
 
     def worker(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
         role, name = plain
@@ -137,15 +169,28 @@ class Runner:
             max_sequences=int(options.get("sequences", 8)),
             token_budget=int(options.get("budget", 256)),
         )
-        holds = [_key(held) for held in options.get("holds", "").split(",") if held]
-        ended = [_key(held) for held in options.get("ended", "").split(",") if held]
-        entries = (
-            *(InventoryEntry(key=key, is_done=False) for key in holds),
-            *(InventoryEntry(key=key, is_done=True) for key in ended),
-        )
+        waiting_kv = SequenceState.RUNNING if role == "prefill" else SequenceState.WAITING_KV
+        named = {"holds": waiting_kv, "runs": SequenceState.RUNNING, "ended": SequenceState.DONE}
+        entries = [
+            InventoryEntry(key=_key(held), state=state, attach_ticket=b"" if option == "ended" else b"ticket")
+            for option, state in named.items()
+            for held in options.get(option, "").split(",")
+            if held
+        ]
+        entries += [  # told its end, and its Release has not come
+            InventoryEntry(
+                key=_key(held),
+                state=SequenceState.DONE,
+                attach_ticket=b"ticket",
+                last_index=3,
+                finish_reason=FinishReason.STOP,
+            )
+            for held in options.get("finished", "").split(",")
+            if held
+        ]
         return [
             SessionOpened(session=session, facts=facts, epoch_seen=Epoch(int(options.get("epoch", 0)))),
-            InventoryTold(session=session, entries=entries),
+            InventoryTold(session=session, entries=tuple(entries)),
         ]
 
     def start(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
@@ -166,6 +211,7 @@ class Runner:
                 last_attempt_seen=Attempt(int(options.get("seen", 0))),
                 epoch_seen=Epoch(0),
                 unix_ms=0,
+                deadline=self.now + float(options["timeout"]) if "timeout" in options else None,
                 session=int(options.get("session", 0)),
             )
         ]
@@ -208,6 +254,7 @@ class Runner:
             "done": SequenceDoneTold(finish_reason=FinishReason.STOP, completion_tokens=3),
             "preempted": PreemptedTold(),
             "failed": AttemptFailedTold(error=ServingError(ErrorCode.KV_TRANSFER_FAILED, "no sign of the sender")),
+            "stopping": AttemptFailedTold(error=ServingError(ErrorCode.DRAINING, "the worker is being stopped")),
             "released": ReleasedTold(blocks_freed=int(options.get("freed", 0))),
         }
         return [ReportTold(session=self.sessions[name], number=self.numbers[name], key=key, report=reports[kind])]
@@ -217,6 +264,8 @@ class Runner:
             commands_seen=int(options.get("seen", 0)),
             blocks={"free": int(options["free"])},
             queued_prompt_tokens=int(options.get("queued", 0)),
+            sequences={"running": int(options.get("running", 0))},
+            is_draining="draining" in plain,
         )
         return [HeartbeatTold(session=self.sessions[plain[0]], capacity=capacity)]
 

@@ -79,6 +79,7 @@ class Table:
         has_stop_strings: bool = False,
         prompt: tuple[int, ...] = (7, 8, 9, 10),
         delivered: tuple[int, ...] = (),
+        timeout_ms: int = 0,
     ) -> RequestKey:
         """A prompt of four tokens: one block."""
         spec = RequestSpec(
@@ -88,7 +89,8 @@ class Table:
             sampling=SamplingParams(seed=1),
             has_stop_strings=has_stop_strings,
         )
-        return self.command(name, reserve=scheduler_pb2.Reserve(spec=spec_to_wire(spec), delivered_ids=delivered))
+        reserve = scheduler_pb2.Reserve(spec=spec_to_wire(spec), delivered_ids=delivered, timeout_ms=timeout_ms)
+        return self.command(name, reserve=reserve)
 
     def row(self, key: RequestKey) -> HeldSequence:
         """The row, which must be there."""
@@ -138,9 +140,9 @@ class Table:
         tokens: tuple[NewToken, ...] = (),
         faults: dict[RequestKey, SequenceFault] | None = None,
         left: tuple[RequestKey, ...] = (),
+        replayed: dict[RequestKey, int] | None = None,
     ) -> None:
         """The engine's report."""
-        replayed: dict[RequestKey, int] | None = None,
         self.service.on_step(
             DecodeStep(
                 joined=joined,
