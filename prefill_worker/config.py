@@ -13,7 +13,7 @@ class PrefillConfig(WorkerSettings):
     port: Port = 7100
     # A cancel waits for one chunk at most, and decode gets its first frame after one; smaller ones compute slower.
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 64
-    # Four chunks share the weights that a step reads; more gain little on a CPU and make every step longer.
+    # Four prompts take turns, a chunk of each; on a GPU they share a step, and with it the weights that it reads.
     token_budget: Annotated[int, Field(ge=1)] = 256
     # How long a step after idleness waits for company. On a CPU a chunk alone costs about its share of a full step, so
     # waiting gains nothing; where a step is mostly fixed cost (a GPU) a few milliseconds do.

@@ -26,6 +26,8 @@ class Engine:
     memory: KvMemory
     has_same_numerics: bool = True
     """Whether prefill and decode of this deployment compute the same bits."""
+    step_tokens: int | None = None
+    """Prompt tokens beyond which a step only gets longer, not cheaper a token; None where all that fit gain."""
 
     @property
     def pool_note(self) -> str:
@@ -59,7 +61,13 @@ def build_engine(config: WorkerSettings, role: Role, *, chunk_tokens: int, clock
     )
     memory = _memory(layout, config.kv_pool_mib)
     executor = ModelExecutor(model, memory, window=prepared.window, eos_ids=prepared.eos_ids, chunk_tokens=chunk_tokens)
-    return Engine(executor=executor, memory=memory, has_same_numerics=numerics[Role.PREFILL] == numerics[Role.DECODE])
+    return Engine(
+        executor=executor,
+        memory=memory,
+        has_same_numerics=numerics[Role.PREFILL] == numerics[Role.DECODE],
+        # Measured on two cores: 32, 64, 128 and 256 rows take the same time a row.
+        step_tokens=chunk_tokens if config.backend == "cpu" else None,
+    )
 
 
 def _mode(config: WorkerSettings, role: Role, prepared: PreparedModel) -> NumericMode:

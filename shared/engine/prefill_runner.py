@@ -90,7 +90,10 @@ class _Notes:
 
 
 class PrefillRunner:
-    """Takes the oldest prompts first, one chunk of each a step, while the token budget lasts.
+    """Takes the oldest prompts first, one chunk of each a round, while the token budget lasts.
+
+    A round is one step, or several where that is no slower: a step cannot be stopped, and what is dropped before its
+    turn in the round is not computed.
 
     Holds as many prompts as the worker adds: the scheduler gives at most two token budgets ahead, blocks bound the
     rest.
@@ -102,14 +105,20 @@ class PrefillRunner:
         *,
         token_budget: int,
         max_sequences: int,
+        step_tokens: int | None = None,
         tell_layers: Callable[[Mapping[RequestKey, LayersDone]], None] | None = None,
     ) -> None:
-        """`tell_layers` hears, within a step and in its thread, how far the layers of its chunks are."""
+        """`step_tokens` of a round share a step, or one chunk; None: all.
+
+        `tell_layers` hears, within a step and in its thread, how far the layers of its chunks are.
+        """
         self._executor = executor
         self._tell_layers = tell_layers
         self._token_budget = token_budget
         self._max_sequences = max_sequences
+        self._step_tokens = token_budget if step_tokens is None else step_tokens
         self._prompts: dict[RequestKey, _Prompt] = {}  # in order of arrival
+        self._round: list[RequestKey] = []  # whose turn is still to come; may be gone
         self._notes = _Notes()
         self._guard = StepGuard()
 
@@ -158,13 +167,7 @@ class PrefillRunner:
     def step(self) -> PrefillStep | None:
         if not self._prompts:
             return None
-        prompts = list(self._prompts.values())
-        picked = pack_chunks(
-            (prompt.end - prompt.start for prompt in prompts),
-            token_budget=self._token_budget,
-            max_sequences=self._max_sequences,
-        )
-        chunks = [_next_chunk(prompts[place]) for place in picked]
+        chunks = [_next_chunk(prompt) for prompt in self._next_prompts()]
         results = self._guard.run(lambda: self._executor.prefill(chunks, self._on_layers(chunks)), len(chunks))
         done: list[ChunkDone] = []
         first_tokens: dict[RequestKey, SampledToken] = {}
@@ -193,6 +196,24 @@ class PrefillRunner:
 
     def interrupt(self) -> None:
         self._executor.interrupt()
+
+    def _next_prompts(self) -> list[_Prompt]:
+        """Those of the round that share the next step; a new round where none is left of the last."""
+        left = [key for key in self._round if key in self._prompts] or self._pack(
+            list(self._prompts), self._token_budget
+        )
+        picked = self._pack(left, self._step_tokens)
+        self._round = [key for key in left if key not in picked]
+        return [self._prompts[key] for key in picked]
+
+    def _pack(self, keys: Sequence[RequestKey], num_tokens: int) -> list[RequestKey]:
+        prompts = [self._prompts[key] for key in keys]
+        picked = pack_chunks(
+            (prompt.end - prompt.start for prompt in prompts),
+            token_budget=num_tokens,
+            max_sequences=self._max_sequences,
+        )
+        return [keys[place] for place in picked]
 
     def _on_layers(self, chunks: Sequence[PrefillChunk]) -> Callable[[int], None] | None:
         tell = self._tell_layers

@@ -125,6 +125,26 @@ def test_chunks_share_steps_oldest_first() -> None:
     assert ["b", "c", "a"] == executor.released
 
 
+def test_a_round_in_several_steps_gives_way_between_them() -> None:
+    """Each prompt has its chunk a round, small ones share a step, and one that is dropped before its turn costs nothing."""
+    executor = _Executor()
+    runner = PrefillRunner(executor, token_budget=12, max_sequences=8, step_tokens=4)
+    for name, num_tokens in (("a", 10), ("b", 8), ("c", 2), ("d", 2), ("e", 4)):
+        runner.apply(_add(name, num_tokens))
+    _step(runner)
+    runner.apply(DropPrompt(key=_key("b")))
+    while runner.has_work:
+        _step(runner)
+
+    assert [
+        [("a", 0, 4)],
+        [("c", 0, 2), ("d", 0, 2)],
+        [("a", 4, 8)],
+        [("e", 0, 4)],
+        [("a", 8, 10)],
+    ] == executor.steps
+
+
 def test_a_chunk_larger_than_the_budget_still_runs() -> None:
     """The oldest prompt always moves on."""
     executor = _Executor()
