@@ -9,8 +9,8 @@ from grpc.aio import Server
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.driver import Driver
-from scheduler.messages import DrainStarted
-from scheduler.reaper import finish_orphans, reap
+from scheduler.messages import DrainStarted, RecordsFound
+from scheduler.reaper import reap, take_over_records
 from scheduler.service import Identity, SchedulerService
 from scheduler.transcript import Transcript
 from shared.aio.scope import cancel_and_wait, spawn, stop_when
@@ -83,7 +83,7 @@ async def _be_active(
 ) -> None:
     await client.check_eviction_policy()
     store, cancels = RequestStore(client), Cancellations(client)
-    process.log.info("orphaned records finished", count=await finish_orphans(store, keeper.epoch))
+    records = await take_over_records(store, keeper.epoch)
     core = SchedulerCore(config.core_limits, keeper.epoch)
     folder = config.core_transcripts
     driver = Driver(
@@ -97,6 +97,7 @@ async def _be_active(
     )
     process.metrics.requests(lambda: {state.value: count for state, count in core.ledger.num_by_state().items()})
     identity = Identity(name=Role.SCHEDULER.value, pid=os.getpid(), address=server.address, admin_url=process.admin_url)
+    driver.step(RecordsFound(records=records))
     service.activate(driver, identity)
     async with asyncio.TaskGroup() as group:
         writes = spawn(group, driver.run(), name="driver")

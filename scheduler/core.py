@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from scheduler import placement
+from scheduler.adoption import Adoption
 from scheduler.fleet import Fleet
 from scheduler.ledger import Entry, Ledger
 from scheduler.lives import Lives
@@ -25,6 +26,7 @@ from scheduler.messages import (
     InventoryTold,
     Noted,
     OutcomeTold,
+    RecordsFound,
     Refused,
     ReportTold,
     Resign,
@@ -104,7 +106,8 @@ class SchedulerCore:
             budget=RetryBudget(share=limits.retry_share, floor=limits.retry_floor, window_s=limits.retry_window_s),
             emit=self._emit,
         )
-        self._sessions = WorkerSessions(self._lives, epoch, limits.loss)
+        self._adoption = Adoption(self._lives)
+        self._sessions = WorkerSessions(self._lives, self._adoption, epoch, limits.loss)
 
     def step(self, event: CoreEvent, now: float) -> tuple[CoreEffect, ...]:
         """Take one event; the effects, in the order in which they are to be performed."""
@@ -113,7 +116,7 @@ class SchedulerCore:
                 self._step_gateway(event, now)
             case SessionOpened() | InventoryTold() | HeartbeatTold() | ReportTold() | SessionClosed():
                 self._step_worker(event, now)
-            case Written() | StateLost() | StateBack() | StateRewritten():
+            case RecordsFound() | Written() | StateLost() | StateBack() | StateRewritten():
                 self._step_store(event, now)
             case Ticked():
                 self._tick(now)
@@ -149,6 +152,7 @@ class SchedulerCore:
         if event.epoch_seen > self.epoch:
             self._emit(Resign(epoch_seen=event.epoch_seen, reason="a gateway has seen a higher epoch"))
             return
+        self._adoption.take_start(event, now)
         entry = self.ledger.get(event.spec.request_id)
         if entry is not None:
             if event.session < entry.session:
@@ -160,7 +164,10 @@ class SchedulerCore:
             old = self.ledger.attach(entry, event.stream)
             if old is not None and old != event.stream:
                 self._emit(CloseStream(stream=old))
-            self._lives.tell_present_state(entry)
+            self._adoption.gateway_back(entry, event, now)
+            if not self._adoption.tells_later(entry):
+                self._lives.tell_present_state(entry)
+            self._lives.place(now)
             return
         waiter = Waiter(
             request_id=event.spec.request_id,
@@ -267,8 +274,10 @@ class SchedulerCore:
 
     # ---- the record store
 
-    def _step_store(self, event: Written | StateLost | StateBack | StateRewritten, now: float) -> None:
+    def _step_store(self, event: RecordsFound | Written | StateLost | StateBack | StateRewritten, now: float) -> None:
         match event:
+            case RecordsFound(records=records):
+                self._adoption.begin(records, now)
             case Written():
                 self._written(event, now)
             case StateLost():
@@ -301,8 +310,8 @@ class SchedulerCore:
 
     def _admission_written(self, entry: Entry, event: Written, now: float) -> None:
         waiter = self.waiting.get(entry.request_id)
-        if waiter is None:
-            return  # cancelled in the meantime; its outcome is the next write
+        if waiter is None or entry.is_written:
+            return  # cancelled in the meantime, its outcome is the next write; or an adopted one
         if event.error is not None:
             stream = entry.stream
             if event.error is ErrorCode.STATE_UNAVAILABLE:
@@ -362,6 +371,7 @@ class SchedulerCore:
     def _tick(self, now: float) -> None:
         self._excuse_own_pause(now)
         self._sessions.check(now)
+        self._adoption.check(now)
         for entry in self.ledger.live():
             broken_at = entry.stream_broken_at
             grace_s = self._limits.resumable_grace_s if entry.session else self._limits.gateway_grace_s
@@ -382,6 +392,7 @@ class SchedulerCore:
         if pause_s <= 0.0:
             return
         self._emit(Noted(what="scheduler paused", reason=f"{pause_s + MAX_TICK_GAP_S:.1f} s between two ticks"))
+        self._adoption.excuse(pause_s)
         for worker in self.fleet:
             worker.heard_at = min(worker.heard_at + pause_s, now)
             worker.session_broken_at = _later(worker.session_broken_at, pause_s, now)
@@ -400,6 +411,8 @@ class SchedulerCore:
         for waiter in self.waiting:
             entry = self.ledger.get(waiter.request_id)
             assert entry is not None, "a waiter has an entry"
+            if waiter.awaited_until is not None:
+                continue  # its gateway's grace runs
             asked_at = waiter.asked_delivered_at
             if asked_at is not None and now - asked_at >= self._limits.delivered_wait_s:
                 self._lives.advance(entry, events.CancelRequested(reason=CancelReason.SLOW_CLIENT), now)

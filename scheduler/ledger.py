@@ -131,6 +131,7 @@ class Ledger:
             finish_reason=None if outcome is None else outcome.finish_reason,
             error_code=None if outcome is None or outcome.error is None else outcome.error.code.value,
             completion_tokens=record.completion_tokens,
+            session=entry.session,
         )
 
 

@@ -75,6 +75,35 @@ class Lives:
         self.waiting.admit(waiter)
         self._perform(entry, step.effects)
 
+    def adopt(self, event: events.Adopted, waiter: Waiter, now: float) -> Entry:
+        """Of an earlier scheduler, in its place; its gateway is not there, and is not known to come."""
+        entry = Entry(
+            record=lifecycle.advance(None, event, now, self._rule).record,
+            stream=None,
+            stream_broken_at=now,
+            is_written=True,
+        )
+        self.ledger.add(entry)
+        self._waiters[entry.request_id] = waiter
+        if entry.record.state is RequestState.QUEUED:
+            self.waiting.put_back(waiter)
+        return entry
+
+    def spec_known(self, entry: Entry) -> None:
+        """The gateway of an adopted request has come: it may be placed, and its sizes are counted."""
+        waiter, spec = self._waiters.get(entry.request_id), entry.record.spec
+        if waiter is None:
+            return
+        is_waiting = self.waiting.remove(entry.request_id) is not None
+        waiter.num_prompt_tokens, waiter.max_total_tokens = spec.num_prompt_tokens, spec.max_total_tokens
+        waiter.is_written, waiter.awaited_until = True, None
+        if is_waiting:
+            self.waiting.put_back(waiter)
+        for hold in entry.record.holds:
+            worker = self.fleet.by_ref(hold.worker)
+            if worker is not None:
+                worker.inherit(RequestKey(entry.request_id, hold.attempt), spec)
+
     def forget(self, entry: Entry) -> None:
         """As if it had never been admitted."""
         self.waiting.remove(entry.request_id)
@@ -219,13 +248,13 @@ class Lives:
 
     def tell_placed(self, entry: Entry) -> None:
         record = entry.record
-        if entry.stream is None or record.target is None or record.prefill is None:
+        if entry.stream is None or record.target is None:
             return
         placed = PlacedTold(
             attempt=record.attempt,
             target=record.target,
             attach_ticket=record.attach_ticket,
-            prefill_worker=record.prefill.worker_id,
+            prefill_worker=WorkerId("") if record.prefill is None else record.prefill.worker_id,  # adopted without it
         )
         self.emit(Tell(stream=entry.stream, message=placed))
 
@@ -285,6 +314,8 @@ class Lives:
         has_room = self._has_any_room(prefills, decodes, kept)
         for waiter in self.waiting:
             if not has_room:
+                break
+            if waiter.awaited_until is not None and now < waiter.awaited_until:
                 break
             if not waiter.is_placeable:
                 continue

@@ -75,10 +75,19 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InventoryEntry:
-    """One attempt that a worker holds or has ended lately."""
+    """One attempt that a worker holds or has ended lately; what follows the state is decode's."""
 
     key: RequestKey
-    is_done: bool
+    state: SequenceState
+    attach_ticket: bytes = b""
+    last_index: int = 0
+    finish_reason: FinishReason | None = None
+    """Set once SequenceDone has been told."""
+
+    @property
+    def is_held(self) -> bool:
+        """False where only the memory of its end is left."""
+        return self.state is not SequenceState.DONE or bool(self.attach_ticket)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +125,8 @@ class ReserveRefusedTold:
 class PrefillDoneTold:
     """The last chunk is computed."""
 
+    computed_tokens: int = 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCommittedTold:
@@ -125,8 +136,6 @@ class KvCommittedTold:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceDoneTold:
     """The sequence ended and its outbox is empty."""
-    computed_tokens: int = 0
-
 
     finish_reason: FinishReason
     completion_tokens: int
@@ -149,6 +158,7 @@ class ReleasedTold:
     """Answer to Abort and Release."""
 
     blocks_freed: int
+    work: Work = NO_WORK
 
 
 WorkerReport: TypeAlias = (
@@ -158,7 +168,6 @@ WorkerReport: TypeAlias = (
     | KvCommittedTold
     | SequenceDoneTold
     | PreemptedTold
-    work: Work = NO_WORK
     | AttemptFailedTold
     | ReleasedTold
 )
@@ -182,6 +191,13 @@ class SessionClosed:
 
 
 # ---- in: the record store, time, the process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsFound:
+    """The live records of an earlier scheduler, oldest first, now written under our epoch. Comes before all else."""
+
+    records: tuple[StoredRequest, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +251,7 @@ CoreEvent: TypeAlias = (
     | HeartbeatTold
     | ReportTold
     | SessionClosed
+    | RecordsFound
     | Written
     | StateLost
     | StateBack
@@ -314,6 +331,7 @@ class PrefillJob:
     num_delivered: int = 0
     """Above 0: token 1 exists, none is sampled."""
     deadline: float | None = None
+    distrusts_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +349,6 @@ CommandBody: TypeAlias = ReserveJob | PrefillJob | AbortJob | ReleaseJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCommand:
-    distrusts_cache: bool = False
     """Send on a session. Numbered from 1 per session, in order."""
 
     session: SessionId
@@ -416,6 +433,13 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wasted:
+    """Work that no answer is made of: count it."""
+
+    waste: Waste
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
     """Something a person who runs the system should see in the log."""
 
@@ -432,13 +456,6 @@ class Resign:
     epoch_seen: Epoch
     reason: str
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wasted:
-    """Work that no answer is made of: count it."""
-
-    waste: Waste
-
-
 
 CoreEffect: TypeAlias = (
     Tell
@@ -453,7 +470,7 @@ CoreEffect: TypeAlias = (
     | RequestReleased
     | RequestRequeued
     | Refused
+    | Wasted
     | Noted
     | Resign
 )
-    | Wasted

@@ -1,4 +1,4 @@
-"""What happens without a message: time, the lease, Redis coming and going, cancel marks, orphaned records."""
+"""What happens without a message: time, the lease, Redis coming and going, cancel marks, what others left."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from scheduler.messages import CancelAsked, StateBack, StateLost, Ticked
 from shared.aio.scope import spawn
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, RequestId
-from shared.domain.request import CancelReason, RequestState, StoredRequest
+from shared.domain.request import CancelReason, StoredRequest
 from shared.state.lease import LeaseKeeper, LeaseState
 
 TICK_S = 0.25  # all waits that it ends are whole seconds; one tick costs well under a millisecond
@@ -32,12 +32,12 @@ class RecordLook(Protocol):
     async def load(self, request_id: RequestId) -> StoredRequest | None: ...
 
 
-class OrphanStore(Protocol):
+class RecordsOfOthers(Protocol):
     """What is needed of `shared.state.requests`."""
 
     async def load_live(self) -> Sequence[StoredRequest]: ...
 
-    async def finish(self, stored: StoredRequest) -> None: ...
+    async def rewrite(self, stored: StoredRequest) -> None: ...
 
 
 async def reap(driver: Driver, keeper: LeaseKeeper, cancels: CancelWatch, records: RecordLook) -> None:
@@ -50,25 +50,22 @@ async def reap(driver: Driver, keeper: LeaseKeeper, cancels: CancelWatch, record
         watch.cancel()
 
 
-async def finish_orphans(store: OrphanStore, epoch: Epoch) -> int:
-    """Records that an earlier scheduler left are finished as FAILED: taking them over is not possible yet.
+async def take_over_records(store: RecordsOfOthers, epoch: Epoch) -> tuple[StoredRequest, ...]:
+    """What an earlier scheduler left, oldest first, written under our epoch: from here on its own writes are refused.
 
-    Their workers' holdings end when the inventories name them. Returns how many there were. Raises STATE_UNAVAILABLE.
+    Raises STATE_UNAVAILABLE.
     """
-    count = 0
+    taken: list[StoredRequest] = []
     for stored in await store.load_live():
-        if stored.epoch < epoch:
-            await store.finish(
-                replace(
-                    stored,
-                    state=RequestState.FAILED,
-                    epoch=epoch,
-                    finish_reason=None,
-                    error_code=ErrorCode.STATE_UNAVAILABLE.value,
-                )
-            )
-            count += 1
-    return count
+        ours = replace(stored, epoch=epoch)
+        try:
+            await store.rewrite(ours)
+        except ServingError as error:
+            if error.code is not ErrorCode.STALE_ATTEMPT:
+                raise
+            continue  # the earlier one has just ended it, or it is a later one's
+        taken.append(ours)
+    return tuple(taken)
 
 
 async def _tick(driver: Driver) -> None:

@@ -258,7 +258,13 @@ async def _read_worker(
         match up.WhichOneof("message"):
             case "inventory":
                 entries = tuple(
-                    InventoryEntry(key=key_from_wire(each.key), is_done=each.sequence_state == SequenceState.DONE.value)
+                    InventoryEntry(
+                        key=key_from_wire(each.key),
+                        state=_sequence_state_from_wire(each.sequence_state),
+                        attach_ticket=each.attach_ticket,
+                        last_index=each.last_index,
+                        finish_reason=finish_reason_from_wire(each.finish_reason),
+                    )
                     for each in up.inventory.entries
                 )
                 driver.step(InventoryTold(session=session, entries=entries))
@@ -309,6 +315,14 @@ def _facts_from_wire(hello: scheduler_pb2.WorkerHello) -> WorkerFacts:
         )
     except ValueError as error:
         raise ServingError(ErrorCode.INVALID_REQUEST, f"hello: {error}") from error
+
+
+def _sequence_state_from_wire(name: str) -> SequenceState:
+    """What a newer worker may add holds something: the word for the least of it."""
+    try:
+        return SequenceState(name)
+    except ValueError:
+        return SequenceState.WAITING_KV
 
 
 def _capacity_from_wire(heartbeat: scheduler_pb2.Heartbeat) -> Capacity:

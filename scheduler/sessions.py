@@ -97,18 +97,18 @@ class WorkerSessions:
         worker = self._heard(event.session, now)
         if worker is None:
             return
-        worker.has_told_inventory = True
         told = {each.key for each in event.entries}
         worker.orphans.clear()
         for each in sorted(event.entries, key=lambda each: str(each.key)):
             if not self._adoption.inherit(worker, each, now):
                 self._look_at(worker, each, now)
-        self._adoption.check(now)
+        worker.has_told_inventory = True  # what followed from it so far is sent now, once
         for key, body in worker.pending.items():
             if isinstance(body, AbortJob | ReleaseJob):
                 worker.owed.add(key)
         for command in worker.commands_again():
             self._lives.emit(command)
+        self._adoption.check(now)
         if worker.facts.role is Role.DECODE:
             for key in [key for key in worker.commanded() if key not in told]:
                 # Its Reserve was answered and it holds it no more: the attempt is over, whatever ended it.

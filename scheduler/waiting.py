@@ -32,6 +32,8 @@ class Waiter:
     """Decode workers that refused it: free blocks as they said then, and when."""
     avoided: set[WorkerRef] = field(default_factory=set[WorkerRef])
     """Workers on which an attempt of it has failed."""
+    awaited_until: float | None = None
+    """Adopted, and its gateway has not come back: until then nobody behind it is placed."""
     unservable_since: float | None = None
     asked_delivered_at: float | None = None
     """Since when its gateway has been asked what it holds; it is not placed before the answer."""

@@ -18,6 +18,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "decode_worker/receiver.py": "means something only with a sender: tests/contract/test_kv_transfer.py",
     "decode_worker/worker.py": "wires the parts: tests/contract/test_worker_pair.py and every integration test run it",
     "prefill_worker/worker.py": "wires the parts: tests/contract/test_worker_pair.py and every integration test run it",
+    "scheduler/adoption.py": "part of the core: tests/scenario and tests/property/test_scheduler_core.py",
     "scheduler/core.py": "by its transcripts, tests/scenario, and tests/property/test_scheduler_core.py",
     "scheduler/messages.py": "vocabulary of the core, without behaviour",
     "scheduler/sessions.py": "part of the core: tests/scenario and tests/property/test_scheduler_core.py",

@@ -219,7 +219,8 @@ def _gateway_back(record: RequestRecord, event: Event, now: float, rule: RetryRu
 
 def _inherited(record: RequestRecord, event: Event, now: float, rule: RetryRule) -> Step:
     assert isinstance(event, Inherited)
-    if not record.is_adopted or event.attempt < record.attempt:
+    is_ours = not record.is_adopted and record.state is not RequestState.QUEUED
+    if is_ours or event.attempt < record.attempt:
         return Step(record=record, verdict=Verdict.IGNORED)
     effects: tuple[Effect, ...] = ()
     if event.attempt > record.attempt or record.state is RequestState.QUEUED:

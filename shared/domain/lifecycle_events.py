@@ -322,7 +322,8 @@ Effect: TypeAlias = (
 
 
 EVENT_TYPES: tuple[type[Event], ...] = (
-    Admitted, Adopted, GatewayBack, Inherited, PlacementChosen, PlacementWritten, Reserved, ReserveRefused, PrefillDone, KvCommitted, SequenceDone,
+    Admitted, Adopted, GatewayBack, Inherited, PlacementChosen, PlacementWritten, Reserved, ReserveRefused,
+    PrefillDone, KvCommitted, SequenceDone,
     Delivered, AnswerComplete, Preempted, AttemptFailed, CancelRequested, DeadlinePassed, CapacityLost, Released,
     WorkerLost, WorkerGone,
 )  # fmt: skip

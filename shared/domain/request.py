@@ -138,3 +138,5 @@ class StoredRequest:
     finish_reason: FinishReason | None = None
     error_code: str | None = None
     completion_tokens: int = 0
+    session: int = 0
+    """Above 0 where the answer can be resumed: its gateway is waited for longer."""

@@ -78,6 +78,7 @@ def _to_fields(stored: StoredRequest) -> dict[str, str]:
         "finish_reason": stored.finish_reason or "",
         "error_code": stored.error_code or "",
         "completion_tokens": str(stored.completion_tokens),
+        "session": str(stored.session),
     }
 
 
@@ -99,6 +100,7 @@ def _from_fields(request_id: RequestId, flat: list[bytes]) -> StoredRequest | No
             finish_reason=FinishReason(fields["finish_reason"]) if fields["finish_reason"] else None,
             error_code=fields["error_code"] or None,
             completion_tokens=int(fields["completion_tokens"]),
+            session=int(fields.get("session", 0)),
         )
     except (KeyError, ValueError):  # of another version, or not ours: it cannot be adopted, and goes with its TTL
         _log.warning("unreadable record", request_id=request_id)

@@ -8,6 +8,7 @@ from shared.domain.ids import Attempt, Incarnation, RequestId, TokenId, Transfer
 from shared.domain.lifecycle import IllegalTransition, RequestRecord, RetryRule, advance
 from shared.domain.lifecycle_events import (
     Admitted,
+    Adopted,
     AnswerComplete,
     AttemptFailed,
     CancelRequested,
@@ -15,6 +16,8 @@ from shared.domain.lifecycle_events import (
     DeadlinePassed,
     Delivered,
     Event,
+    GatewayBack,
+    Inherited,
     KvCommitted,
     Persist,
     PlacementChosen,
@@ -46,6 +49,13 @@ ADMITTED = Admitted(
     gateway_incarnation=Incarnation(1),
     unix_ms=1,
 )
+ADOPTED = [
+    Adopted(
+        spec=ADMITTED.spec, gateway_incarnation=Incarnation(1), unix_ms=1, attempt=Attempt(number), was_placed=placed
+    )
+    for number in (1, 2)
+    for placed in (False, True)
+]
 attempts = st.builds(Attempt, st.integers(1, 4))
 workers = st.sampled_from(WORKERS)
 events: st.SearchStrategy[Event] = st.one_of(
@@ -71,6 +81,28 @@ events: st.SearchStrategy[Event] = st.one_of(
     ),
     st.builds(CancelRequested, reason=st.sampled_from(CancelReason)),
     st.just(DeadlinePassed()),
+    st.builds(
+        GatewayBack,
+        spec=st.just(ADMITTED.spec),
+        gateway_incarnation=st.just(Incarnation(2)),
+        last_attempt_seen=attempts,
+    ),
+    st.builds(
+        Inherited,
+        attempt=attempts,
+        worker=st.sampled_from(WORKERS[2:]),
+        role=st.just(Role.DECODE),
+        is_held=st.booleans(),
+        is_running=st.booleans(),
+        target=st.just(TARGET),
+    ),
+    st.builds(
+        Inherited,
+        attempt=attempts,
+        worker=st.sampled_from(WORKERS[:2]),
+        role=st.just(Role.PREFILL),
+        is_held=st.booleans(),
+    ),
     st.just(CapacityLost()),
     st.builds(Released, worker=workers, released_attempt=attempts, blocks_freed=st.just(1)),
     st.builds(WorkerLost, worker=workers),
@@ -96,11 +128,11 @@ def check(record: RequestRecord) -> None:
     assert len(keys) == len(set(keys))
 
 
-@given(st.lists(events, max_size=40), st.integers(0, 2))
-def test_any_history_keeps_the_record_sound(history: list[Event], max_retries: int) -> None:
+@given(st.sampled_from([ADMITTED, *ADOPTED]), st.lists(events, max_size=40), st.integers(0, 2))
+def test_any_history_keeps_the_record_sound(beginning: Event, history: list[Event], max_retries: int) -> None:
     """One outcome told, one outcome written, none after an end; a cancel and the releases then settle it."""
     rule = RetryRule(max_retries=max_retries)
-    record = advance(None, ADMITTED, 0.0, rule).record
+    record = advance(None, beginning, 0.0, rule).record
     told = written = 0
     ending: list[Event] = [CancelRequested(reason=CancelReason.DELETE)]
     for event in (*history, *ending):

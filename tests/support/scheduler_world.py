@@ -60,7 +60,7 @@ from scheduler.messages import (
 )
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey, TokenId, TransferId, WorkerId
-from shared.domain.request import CancelReason, FinishReason, RequestSpec, Role
+from shared.domain.request import CancelReason, FinishReason, RequestSpec, Role, SequenceState
 from shared.domain.sampling import SamplingParams
 from shared.domain.worker import Capacity, KvTarget, LossLimits, WorkerFacts, WorkerRef
 
@@ -326,7 +326,7 @@ class World:
         self.step(SessionOpened(session=session, facts=worker.facts(), epoch_seen=Epoch(0)))
         for told in tuple(worker.unacked):
             self.step(replace(told, session=session))
-        held = tuple(InventoryEntry(key=key, is_done=False) for key in worker.held)
+        held = tuple(InventoryEntry(key=key, state=SequenceState.RUNNING, attach_ticket=b"t") for key in worker.held)
         self.step(InventoryTold(session=session, entries=held))
         self.beat(worker)
 

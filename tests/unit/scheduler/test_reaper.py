@@ -1,4 +1,4 @@
-"""Time, the lease, marks and orphans, with a lease that does what the test says."""
+"""Time, the lease, marks and the records of others, with a lease that does what the test says."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -10,7 +10,8 @@ from scheduler.core import CoreLimits, SchedulerCore
 from scheduler.driver import Driver
 from scheduler.ledger import Entry
 from scheduler.messages import CancelAsked, CoreEvent, StateBack, StateLost, Ticked
-from scheduler.reaper import finish_orphans, reap
+from scheduler.reaper import reap, take_over_records
+from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId
 from shared.domain.lifecycle import RetryRule, advance
 from shared.domain.lifecycle_events import Admitted
@@ -64,11 +65,11 @@ class FakeCancels:
         await asyncio.Event().wait()
 
 
-class FakeOrphans:
-    """A store with records of three schedulers."""
+class FakeRecords:
+    """A store with records of three schedulers; the second one ends while it is looked at."""
 
     def __init__(self) -> None:
-        self.finished: list[StoredRequest] = []
+        self.written: list[StoredRequest] = []
 
     async def load_live(self) -> list[StoredRequest]:
         return [
@@ -87,8 +88,10 @@ class FakeOrphans:
     async def load(self, request_id: RequestId) -> StoredRequest | None:
         return None
 
-    async def finish(self, stored: StoredRequest) -> None:
-        self.finished.append(stored)
+    async def rewrite(self, stored: StoredRequest) -> None:
+        if stored.request_id == "r4":
+            raise ServingError(ErrorCode.STALE_ATTEMPT, "the record was refused: ended")
+        self.written.append(stored)
 
 
 async def test_redis_going_and_coming_is_told_once_each_way_until_the_lease_is_lost(
@@ -99,7 +102,7 @@ async def test_redis_going_and_coming_is_told_once_each_way_until_the_lease_is_l
     driver = FakeDriver()
     keeper = FakeKeeper([True, False, True, True])
 
-    await reap(cast(Driver, driver), cast(LeaseKeeper, keeper), FakeCancels(), FakeOrphans())
+    await reap(cast(Driver, driver), cast(LeaseKeeper, keeper), FakeCancels(), FakeRecords())
 
     assert [StateLost, StateBack] == [type(event) for event in driver.told if isinstance(event, StateLost | StateBack)]
     assert Ticked() in driver.told
@@ -111,23 +114,35 @@ async def test_marks_of_known_requests_become_cancels(monkeypatch: pytest.Monkey
     known = {RequestId("known"): object()}
     monkeypatch.setattr(driver.core.ledger, "get", known.get)
 
-    await reap(cast(Driver, driver), cast(LeaseKeeper, FakeKeeper([True] * 5)), FakeCancels(), FakeOrphans())
+    await reap(cast(Driver, driver), cast(LeaseKeeper, FakeKeeper([True] * 5)), FakeCancels(), FakeRecords())
 
     cancel = CancelAsked(request_id=RequestId("known"), reason=CancelReason.DELETE)
     assert [cancel] == [event for event in driver.told if isinstance(event, CancelAsked)]
 
 
-async def test_records_of_earlier_schedulers_are_finished_under_our_epoch() -> None:
-    """As FAILED; our own are left alone."""
-    store = FakeOrphans()
+async def test_records_of_earlier_schedulers_are_taken_over_under_our_epoch() -> None:
+    """As they are, so that their writer is refused from now on; one that has just ended is left alone."""
+    store = FakeRecords()
 
-    count = await finish_orphans(store, Epoch(5))
+    taken = await take_over_records(store, Epoch(6))
 
-    assert 2 == count
-    assert [
-        ("r3", RequestState.FAILED, 5, "STATE_UNAVAILABLE"),
-        ("r4", RequestState.FAILED, 5, "STATE_UNAVAILABLE"),
-    ] == [(stored.request_id, stored.state, stored.epoch, stored.error_code) for stored in store.finished]
+    assert [("r3", RequestState.DECODING, 6), ("r5", RequestState.DECODING, 6)] == [
+        (stored.request_id, stored.state, stored.epoch) for stored in store.written
+    ]
+    assert tuple(store.written) == taken
+
+
+async def test_a_store_that_is_away_is_no_empty_store() -> None:
+    """Taking over without the records would lose them all."""
+
+    class Away(FakeRecords):
+        async def rewrite(self, stored: StoredRequest) -> None:
+            raise ServingError(ErrorCode.STATE_UNAVAILABLE, "away")
+
+    with pytest.raises(ServingError) as caught:
+        await take_over_records(Away(), Epoch(6))
+
+    assert ErrorCode.STATE_UNAVAILABLE is caught.value.code
 
 
 async def test_a_store_that_forgot_between_two_looks_is_written_again() -> None:
@@ -137,7 +152,7 @@ async def test_a_store_that_forgot_between_two_looks_is_written_again() -> None:
     record = advance(None, admitted, 0.0, RetryRule()).record
     driver.core.ledger.add(Entry(record=record, stream=None, is_written=True))
 
-    await reap(cast(Driver, driver), cast(LeaseKeeper, FakeKeeper([True])), FakeCancels(), FakeOrphans())
+    await reap(cast(Driver, driver), cast(LeaseKeeper, FakeKeeper([True])), FakeCancels(), FakeRecords())
 
     told = [type(event) for event in driver.told if isinstance(event, StateLost | StateBack)]
     assert [StateLost, StateBack] == told[:2]

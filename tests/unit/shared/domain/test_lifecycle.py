@@ -22,6 +22,7 @@ from shared.domain.lifecycle_events import (
     FENCED,
     Abort,
     Admitted,
+    Adopted,
     AnswerComplete,
     AttemptFailed,
     CancelRequested,
@@ -29,6 +30,8 @@ from shared.domain.lifecycle_events import (
     DeadlinePassed,
     Delivered,
     Event,
+    GatewayBack,
+    Inherited,
     KvCommitted,
     Persist,
     PlacementChosen,
@@ -69,6 +72,9 @@ def events_of(attempt: int) -> dict[type[Event], Event]:
     at = Attempt(attempt)
     made: list[Event] = [
         Admitted(spec=SPEC, gateway_incarnation=Incarnation(3), unix_ms=1),
+        Adopted(spec=SPEC, gateway_incarnation=Incarnation(3), unix_ms=1, attempt=at, was_placed=True),
+        GatewayBack(spec=SPEC, gateway_incarnation=Incarnation(3), last_attempt_seen=at),
+        Inherited(attempt=at, worker=D, role=Role.DECODE, is_held=True, target=TARGET, attach_ticket=b"t"),
         PlacementChosen(attempt=at, prefill=P, decode=D),
         PlacementWritten(attempt=at),
         Reserved(attempt=at, target=TARGET, attach_ticket=b"t"),
@@ -149,10 +155,10 @@ def test_every_pair_is_a_row_an_ignored_name_or_illegal() -> None:
                     advance(record, event, 20.0, NO_RETRY)
 
 
-def test_everything_but_admitted_is_illegal_before_it() -> None:
+def test_everything_but_admitted_and_adopted_is_illegal_before_it() -> None:
     """There is no record yet."""
     for kind, event in events_of(1).items():
-        if kind is not Admitted:
+        if kind not in (Admitted, Adopted):
             with pytest.raises(IllegalTransition):
                 advance(None, event, 1.0, NO_RETRY)
 
@@ -395,3 +401,70 @@ def test_a_complete_answer_is_not_placed_again() -> None:
     assert step.record.outcome is not None
     assert FinishReason.LENGTH is step.record.outcome.finish_reason
     assert Verdict.IGNORED is run(record_in(RequestState.QUEUED), complete).verdict
+
+
+def adopted(attempt: int, *, was_placed: bool) -> RequestRecord:
+    """A request of an earlier scheduler."""
+    event = Adopted(
+        spec=SPEC, gateway_incarnation=Incarnation(3), unix_ms=5, attempt=Attempt(attempt), was_placed=was_placed
+    )
+    step = advance(None, event, 10.0, NO_RETRY)
+    assert () == step.effects
+    return step.record
+
+
+def inherited(attempt: int, role: Role = Role.DECODE, *, is_held: bool = True, is_running: bool = False) -> Inherited:
+    """What a worker's inventory says of it."""
+    worker, target = (D, TARGET) if role is Role.DECODE else (P, None)
+    return Inherited(
+        attempt=Attempt(attempt), worker=worker, role=role, is_held=is_held, is_running=is_running, target=target
+    )
+
+
+def test_inventories_say_where_an_adopted_request_stands() -> None:
+    """Waiting for KV at decode and held by prefill = PREFILLING; running = DECODING; each holder becomes a hold."""
+    record = adopted(2, was_placed=True)
+    waiting = run(record, inherited(2), inherited(2, Role.PREFILL), inherited(2)).record
+    running = run(record, inherited(2, is_running=True)).record
+
+    assert (RequestState.PREFILLING, P, D, TARGET) == (waiting.state, waiting.prefill, waiting.decode, waiting.target)
+    assert {("d", 2, 2), ("p", 1, 2)} == {hold.key for hold in waiting.holds}
+    assert (RequestState.DECODING, None, D) == (running.state, running.prefill, running.decode)
+
+
+def test_a_later_attempt_than_the_records_closes_the_earlier_one() -> None:
+    """Its write was owed when the scheduler ended: whoever still holds the earlier one lets go of it."""
+    record = run(adopted(1, was_placed=True), inherited(1), inherited(3, Role.PREFILL, is_held=False))
+
+    assert (3, RequestState.PREFILLING, ()) == (record.record.attempt, record.record.state, record.record.holds)
+    assert ["Abort"] == names(record)
+    assert {("d", 2, 1)} == {hold.key for hold in record.record.unreleased}
+    assert Verdict.IGNORED is run(record.record, inherited(1)).verdict
+
+
+def test_a_gateway_knows_of_an_attempt_that_the_store_does_not() -> None:
+    """Queued by its record and seen by its gateway: it was placed; not seen: it waits."""
+    record = adopted(1, was_placed=False)
+    spec = replace(SPEC, max_tokens=9)
+
+    def back(seen: int) -> RequestRecord:
+        event = GatewayBack(spec=spec, gateway_incarnation=Incarnation(4), last_attempt_seen=Attempt(seen))
+        return run(record, event).record
+
+    assert [(RequestState.QUEUED, 1), (RequestState.PREFILLING, 1), (RequestState.PREFILLING, 2)] == [
+        (each.state, each.attempt) for each in map(back, (0, 1, 2))
+    ]
+    assert {(spec, 4)} == {(each.spec, each.gateway_incarnation) for each in map(back, (0, 1, 2))}
+
+
+def test_an_adopted_attempt_that_nobody_holds_is_asked_about_before_the_next() -> None:
+    """Its gateway may hold tokens of it, whatever is known here."""
+    step = run(adopted(2, was_placed=True), failed_attempt(2), rule=RetryRule(max_retries=1))
+
+    assert ["TellRequeued"] == names(step)
+    assert (RequestState.QUEUED, 3, 2, False) == (
+        step.record.state,
+        step.record.attempt,
+        step.record.awaits_delivered,
+        step.record.is_adopted,
+    )
