@@ -96,6 +96,13 @@ class _Unit:
         block_bytes = emit.times(self.num_groups, self.kind.group_bytes)
         return [emit.at(self.weights, offset), emit.at(self.weights, offset, block_bytes)]
 
+    def ask_next(self, emit: Emitter, group: Value) -> None:
+        """Ask for a group of the unit behind this one, in order as it lies, not block by block."""
+        group_bytes = self.kind.group_bytes * (1 if self.kind.is_joined else BLOCKS)
+        address = emit.at(self.weights, emit.times(emit.at(self.num_groups, group), group_bytes))
+        for line in range(0, group_bytes, 64):
+            emit.prefetch(address, line)
+
     def rows(self, emit: Emitter, group: Value, first: Value, count: int) -> list[Row]:
         result: list[Row] = []
         for index in range(count):
@@ -172,10 +179,7 @@ def _emit_few(emit: Emitter, unit: _Unit, count: int) -> None:
     """`count` rows straight from packed weights, the sums in registers."""
     totals = [emit.variable(f32x8, constant(f32x8, 0.0)) for _ in range(count * BLOCKS)]
     with emit.loop(unit.num_groups) as group:
-        group_bytes = unit.kind.group_bytes * (1 if unit.kind.is_joined else BLOCKS)
-        ahead = emit.at(unit.weights, emit.times(emit.at(unit.num_groups, group), group_bytes))
-        for line in range(0, group_bytes, 64):
-            emit.prefetch(ahead, line)
+        unit.ask_next(emit, group)
         rows = unit.rows(emit, group, constant(i64, 0), count)
         before = [partial(emit.get, total) for total in totals]
         after = unit.kind.add_packed(emit, unit.group(emit, group), rows, before)
@@ -199,6 +203,7 @@ def _emit_tiles(emit: Emitter, unit: _Unit, num_rows: Value) -> None:
         with emit.loop(emit.times(rows, BLOCKS)) as vector:
             emit.store(constant(f32x8, 0.0), emit.at(totals, emit.times(vector, 32)))
         with emit.loop(unit.num_groups) as group:
+            unit.ask_next(emit, group)
             blocks = unit.group(emit, group)
             if scratch is not None:
                 unit.kind.unpack(emit, blocks, scratch)
