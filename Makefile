@@ -19,7 +19,7 @@ RUN_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check static tests fmt fmt-check lint types imports shape proto proto-check docs \
-	unit property scenario contract integration gpu bench bench-engine bench-numerics bench-steady bench-transfer clean
+	unit property scenario contract integration chaos gpu bench bench-engine bench-numerics bench-steady bench-transfer clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
@@ -54,6 +54,7 @@ run: setup  ## The whole system on this machine (Ctrl-C drains); RUN_ARGS="--pre
 test: setup  ## Set-up and all tests: what continuous integration runs
 	@$(MAKE) check
 	@$(MAKE) integration
+	@$(MAKE) chaos
 	@$(MAKE) gpu
 
 # Two at a time on two cores: the type check, the longest, runs beside the others. All run even if one fails.
@@ -106,6 +107,12 @@ contract:  ## Redis, wire, error table, client conformance
 
 integration:  ## Real processes
 	@$(PYTEST) tests/integration
+
+MINUTES ?=
+SEED ?=
+CHAOS_ARGS ?=
+chaos: setup  ## Real processes under random faults: two runs of 50 s, or MINUTES=60, from SEED=7 on (CHAOS_ARGS=--chaos-model)
+	@$(PYTEST) -s -p no:randomly tests/chaos $(if $(MINUTES),--chaos-minutes $(MINUTES)) $(if $(SEED),--chaos-seed $(SEED)) $(CHAOS_ARGS)
 
 gpu:  ## The torch backend on a CUDA device; says why it skips where there is none
 	@$(PYTEST) -rs tests/gpu

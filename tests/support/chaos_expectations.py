@@ -1,0 +1,100 @@
+"""Which ends a fault may bring upon a request: one table. What is not in it is a bug."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tests.support.chaos_client import End, Seen
+from tests.support.chaos_schedule import Fault, FaultKind, Question
+
+CONNECTION_CUT = "(cut)"
+"""Stands for a code where a connection ended without a word."""
+
+# A worker or scheduler that was killed is away for: `up`'s longest pause before a restart (10 s), its start, and for
+# the scheduler 6 s until the old lease is surely over; all of it on a busy machine.
+RETURNS_WITHIN_S = 25.0
+LOST_AFTER_S = 12.0  # a silent worker is lost after 5 s, what it was sent is given up within 10 s
+SLACK_S = 1.0  # between our clock's "now" and the moment at which a signal has worked
+
+
+class Need(StrEnum):
+    """How much must have happened."""
+
+    ONE = "one fault"
+    TWO = "two faults"
+    ROLE = "a fault at each worker of a role"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """`target` is the beginning of a process's name, empty for Redis and links. `aftermath_s` counts from a fault's end."""
+
+    kinds: frozenset[FaultKind]
+    target: str
+    code: str
+    aftermath_s: float
+    need: Need = Need.ONE
+    only_before_head: bool = False
+    """Where the client had its 200 already, nothing of this kind may happen any more."""
+    only_by_proxy: bool = False
+
+
+_STOPPED = frozenset({FaultKind.KILL, FaultKind.FREEZE})
+_REDIS = frozenset({FaultKind.REDIS_KILL, FaultKind.REDIS_FREEZE})
+_KILL = frozenset({FaultKind.KILL})
+_WORKER_ROLES = ("prefill", "decode")
+
+TABLE: tuple[Row, ...] = (
+    # Nobody tries a third worker with what may have killed two.
+    *(
+        Row(kinds=_STOPPED, target=role, code="request_poisoned", aftermath_s=LOST_AFTER_S, need=Need.TWO)
+        for role in _WORKER_ROLES
+    ),
+    # No worker of a role is there: new requests are refused, waiting ones after 30 s.
+    *(
+        Row(kinds=_STOPPED, target=role, code=code, aftermath_s=after_s, need=Need.ROLE)
+        for role in _WORKER_ROLES
+        for code, after_s in (("no_capacity", RETURNS_WITHIN_S), ("worker_lost", RETURNS_WITHIN_S + 30.0))
+    ),
+    # A gateway holds new requests for 10 s.
+    *(
+        Row(kinds=_STOPPED, target="scheduler", code=code, aftermath_s=RETURNS_WITHIN_S)
+        for code in ("no_capacity", "state_unavailable")
+    ),
+    Row(kinds=_REDIS, target="", code="state_unavailable", aftermath_s=6.0, only_before_head=True),
+    Row(kinds=_KILL, target="gateway", code=CONNECTION_CUT, aftermath_s=RETURNS_WITHIN_S),
+    Row(kinds=frozenset({FaultKind.LINK_CUT}), target="", code=CONNECTION_CUT, aftermath_s=SLACK_S, only_by_proxy=True),
+)
+
+
+def is_explained(seen: Seen, question: Question, faults: Iterable[Fault]) -> bool:
+    """Whether an end that is neither an answer nor the client's own doing follows from the faults."""
+    if seen.code == "cancelled" and seen.is_deleted:
+        return True
+    code = CONNECTION_CUT if seen.end is End.CUT else seen.code
+    return any(
+        _holds(row, seen, list(faults))
+        for row in TABLE
+        if row.code == code
+        and not (row.only_before_head and seen.has_begun)
+        and not (row.only_by_proxy and not question.by_proxy)
+    )
+
+
+def _holds(row: Row, seen: Seen, faults: list[Fault]) -> bool:
+    about = [
+        fault
+        for fault in faults
+        if fault.kind in row.kinds
+        and fault.target.startswith(row.target)
+        and bool(fault.target) == bool(row.target)
+        and fault.at_s - SLACK_S <= seen.ended_s
+        and seen.asked_s <= fault.ends_s + row.aftermath_s
+    ]
+    match row.need:
+        case Need.ONE:
+            return len(about) >= 1
+        case Need.TWO:
+            return len(about) >= 2
+        case Need.ROLE:
+            return {f"{row.target}-0", f"{row.target}-1"} <= {fault.target for fault in about}

@@ -1,0 +1,80 @@
+"""Which ends of a request its faults explain."""
+
+import pytest
+
+from tests.support.chaos_client import End, Seen
+from tests.support.chaos_expectations import is_explained
+from tests.support.chaos_schedule import Fate, Fault, FaultKind, Question
+from tests.support.script import counting
+
+
+def seen(end: End, code: str = "", *, asked_s: float = 10.0, ended_s: float = 12.0, has_begun: bool = False) -> Seen:
+    """A request that lived from 10 to 12."""
+    return Seen(
+        number=0,
+        client_request_id="x",
+        asked_s=asked_s,
+        ended_s=ended_s,
+        end=end,
+        code=code,
+        has_begun=has_begun,
+    )
+
+
+def question(*, by_proxy: bool = False) -> Question:
+    """A stream."""
+    return Question(at_s=10.0, number=0, script=counting(3), is_stream=True, by_proxy=by_proxy, fate=Fate.READ)
+
+
+def fault(kind: FaultKind, target: str = "", *, at_s: float = 9.0, lasts_s: float = 0.0) -> Fault:
+    """Shortly before the request."""
+    return Fault(at_s=at_s, kind=kind, target=target, lasts_s=lasts_s)
+
+
+KILL = FaultKind.KILL
+
+
+@pytest.mark.parametrize(
+    ("expected", "code", "faults"),
+    [
+        (False, "internal_error", [fault(KILL, "decode-0"), fault(KILL, "scheduler-0")]),
+        (False, "request_poisoned", [fault(KILL, "decode-0")]),
+        (True, "request_poisoned", [fault(KILL, "decode-0"), fault(KILL, "decode-0")]),
+        (False, "request_poisoned", [fault(KILL, "decode-0"), fault(KILL, "decode-0", at_s=12_000.0)]),
+        (False, "no_capacity", [fault(KILL, "decode-0"), fault(KILL, "prefill-1")]),
+        (True, "no_capacity", [fault(KILL, "prefill-0"), fault(FaultKind.FREEZE, "prefill-1", lasts_s=1.0)]),
+        (True, "no_capacity", [fault(KILL, "scheduler-0")]),
+        (False, "no_capacity", [fault(KILL, "scheduler-0", at_s=-100.0)]),
+        (True, "state_unavailable", [fault(FaultKind.REDIS_FREEZE, lasts_s=2.0)]),
+        (False, "state_unavailable", [fault(KILL, "decode-0")]),
+        (False, "cancelled", [fault(KILL, "decode-0")]),
+    ],
+)
+def test_codes(expected: bool, code: str, faults: list[Fault]) -> None:
+    """Each needs its own faults, at the time."""
+    assert expected is is_explained(seen(End.FAILED, code), question(), faults)
+
+
+def test_redis_ends_no_answer_that_has_begun() -> None:
+    """It is needed to admit a request, and for nothing after."""
+    begun = seen(End.FAILED, "state_unavailable", has_begun=True)
+    assert not is_explained(begun, question(), [fault(FaultKind.REDIS_KILL, lasts_s=2.0)])
+
+
+def test_cut_connections() -> None:
+    """Of those on the link that was cut, and of all where the gateway has died."""
+    cut = seen(End.CUT)
+    assert not is_explained(cut, question(), [fault(FaultKind.LINK_CUT, lasts_s=2.0)])
+    assert is_explained(cut, question(by_proxy=True), [fault(FaultKind.LINK_CUT, lasts_s=2.0)])
+    assert not is_explained(cut, question(by_proxy=True), [fault(FaultKind.LINK_CUT, at_s=1.0, lasts_s=2.0)])
+    assert is_explained(cut, question(), [fault(KILL, "gateway-0")])
+    assert not is_explained(cut, question(), [fault(KILL, "decode-0")])
+
+
+def test_a_delete_explains_its_cancel() -> None:
+    """And nothing else."""
+    deleted = seen(End.FAILED, "cancelled")
+    deleted.is_deleted = True
+    assert is_explained(deleted, question(), [])
+    deleted.code = "internal_error"
+    assert not is_explained(deleted, question(), [])
