@@ -239,13 +239,14 @@ class Session:
         if self._resumption is not None and outcome.error is None:
             await self._check_resumed_end(outcome)
         if outcome.error is None:
-            if self._subscription is not None and outcome.finish_reason is not None:
-                self._subscription.conclude(outcome.finish_reason)
-            elif self._writer.ids and outcome.finish_reason is not None:  # as many tokens as were asked for
-                self._finish_reason = self._finish_reason or outcome.finish_reason
-                self._attempts.changed.set()
-            else:
+            if self._subscription is None and not self._writer.ids:
                 self._break_off(ServingError(ErrorCode.INTERNAL, "the answer was lost on its way"))
+                return
+            # Without a subscription, or where its attach came too late, what is here is as much as was made.
+            self._finish_reason = self._finish_reason or outcome.finish_reason or FinishReason.STOP
+            self._attempts.changed.set()
+            if self._subscription is not None:
+                self._subscription.conclude(self._finish_reason)
         elif outcome.state is RequestState.FAILED and self._subscription is not None:
             await asyncio.sleep(_LAST_TOKENS_S)
             self._break_off(outcome.error)
@@ -383,7 +384,7 @@ class Session:
             return
         try:
             async with asyncio.timeout(_REFUSED_WAIT_S):
-                while not self._attempts.is_closed(attempt):
+                while not self._attempts.is_closed(attempt) and self._finish_reason is None:
                     self._attempts.changed.clear()
                     await self._attempts.changed.wait()
         except TimeoutError:
