@@ -20,6 +20,9 @@ class GatewayConfig(ModelSettings):
     keep_alive_s: Annotated[float, Field(gt=0)] = 15.0
     # A phone that changes from one network to another is back within it.
     stall_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    # What OpenAI's client waits for; on two slow cores a window of 8k tokens takes half of it.
+    default_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # of a request that says nothing
+    max_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # who asks for more gets this
     # A client that was cut off has found another gateway by then; the scheduler waits as long for a gateway.
     resumable_grace_s: Annotated[float, Field(gt=0)] = 30.0
     # Twice the scheduler's queue: what is over it would be refused there anyway, but costs memory here first.

@@ -11,23 +11,27 @@ from collections.abc import Awaitable, Callable
 from gateway.clients.link import LinkBroken
 from gateway.clients.scheduler import ControlStream, Delivered, Placed, Queued, Requeued, SchedulerClient, Start
 from shared.aio.backoff import Backoff
+from shared.codec.request import timeout_to_wire
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestId
+from shared.domain.lifecycle import deadline_exceeded
 from shared.domain.request import CancelReason, Outcome, RequestSpec
 from shared.obs.logs import get_logger
 
 _log = get_logger("control")
 ADMISSION_WAIT_S = 10.0  # decisions §1: without an active scheduler a new request waits this long, then 503
-# Twice what the scheduler gives a gateway whose stream broke: a scheduler that stood still begins to count when it goes
-# on, and nothing runs short meanwhile, as the tokens come from decode.
-GRACE_S = 10.0
+# Nothing runs short without a scheduler, as the tokens come from decode: what is under way waits for the next one. A
+# standby is active after 6 s and has settled what it adopted 5 s later; one that is started anew may take longer.
+GRACE_S = 30.0
 
 
 class ControlLine:
     """`run` once; `ask_cancel` at any time. `progress` tells the last attempt seen and the tokens held.
 
-    `session` is the number of this reader of a resumable answer, 0 for a plain one.
+    `last_closed` tells the last attempt of which nothing more is taken: a scheduler that was not there must know.
+
+    `session` is the number of this reader of a resumable answer, 0 for a plain one; at `deadline` its time is over.
     """
 
     def __init__(
@@ -36,7 +40,9 @@ class ControlLine:
         scheduler: SchedulerClient,
         clock: Clock,
         progress: Callable[[], tuple[int, int]],
+        last_closed: Callable[[], int] = lambda: 0,
         session: int = 0,
+        deadline: float | None = None,
         on_queued: Callable[[Queued], None],
         on_placed: Callable[[Placed], None],
         on_requeued: Callable[[Requeued], Awaitable[None]],
@@ -44,7 +50,9 @@ class ControlLine:
         self._scheduler = scheduler
         self._clock = clock
         self._progress = progress
+        self._last_closed = last_closed
         self._session = session
+        self._deadline = deadline
         self._on_queued = on_queued
         self._on_placed = on_placed
         self._on_requeued = on_requeued
@@ -103,7 +111,14 @@ class ControlLine:
         has_heard = False
         try:
             async with asyncio.timeout(max(0.0, self._give_up_at - self._clock.monotonic())) as patience:
-                start = Start(spec=spec, last_attempt_seen=last_attempt, tokens_held=tokens_held, session=self._session)
+                start = Start(
+                    spec=spec,
+                    last_attempt_seen=last_attempt,
+                    tokens_held=tokens_held,
+                    last_attempt_closed=self._last_closed(),
+                    session=self._session,
+                    timeout_ms=timeout_to_wire(self._deadline, self._clock.monotonic()),
+                )
                 async with contextlib.AsyncExitStack() as stack:
                     stream = await self._scheduler.serve(start)
                     stack.callback(stream.close)
@@ -114,6 +129,8 @@ class ControlLine:
                         await stream.ask_cancel(reason)
                     while True:
                         event = await stream.read()
+                        if isinstance(event, Outcome) and not has_heard and _is_draining(event):
+                            raise LinkBroken("draining", event.error)  # another one takes its place
                         has_heard = True
                         patience.reschedule(None)
                         backoff.reset()
@@ -145,6 +162,8 @@ class ControlLine:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._cancel_asked.wait()
+            if self._cancel_reason is CancelReason.DEADLINE:
+                raise deadline_exceeded()
             raise ServingError(ErrorCode.CANCELLED, "cancelled before it was admitted")
 
 
@@ -152,6 +171,10 @@ def _log_told(request_id: RequestId, event: Queued | Requeued | Placed | Outcome
     attempt = event.attempt if isinstance(event, Requeued | Placed) else None
     state = event.state.value if isinstance(event, Outcome) else None
     _log.debug("told", what=type(event).__name__, request_id=request_id, attempt=attempt, state=state)
+
+
+def _is_draining(outcome: Outcome) -> bool:
+    return outcome.error is not None and outcome.error.code is ErrorCode.DRAINING
 
 
 def _backoff() -> Backoff:

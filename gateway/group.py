@@ -42,6 +42,7 @@ class SessionGroup:
         """`intake` has children; `child_journal` makes the journal of one."""
         self._services = services
         self._intake = intake
+        self.deadline = intake.deadline
         self._identity = identity
         self._journal = journal
         self._created_unix_s = services.clock.unix_ms() // 1000
@@ -184,7 +185,7 @@ class SessionGroup:
     def _end_state(self) -> RequestState:
         if self._is_ended and self._error is None:
             return RequestState.FINISHED
-        is_cancelled = self._journal.cancel_reason is not None or (
+        is_cancelled = self._journal.cancel_reason not in (None, CancelReason.DEADLINE) or (
             self._error is not None and self._error.code is ErrorCode.CANCELLED
         )
         return RequestState.CANCELLED if is_cancelled else RequestState.FAILED

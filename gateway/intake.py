@@ -49,6 +49,10 @@ class Intake:
     window: int
     stop: tuple[str, ...] = ()
     is_resumable: bool = False
+    timeout_s: float | None = None
+    """As the body asks for; see `gateway.timeouts`."""
+    deadline: float | None = None
+    """When the client's time is over, by this gateway's clock."""
     choice: int | None = None
     """Which answer of several; None where there is one."""
     children: tuple["Intake", ...] = ()
@@ -138,6 +142,7 @@ class IntakeReader:
             window=window,
             stop=tuple(body.stop),
             is_resumable=bool(body.resumable),
+            timeout_s=body.timeout,
         )
         if body.num_choices == 1:
             return intake

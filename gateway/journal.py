@@ -19,7 +19,7 @@ class Journal:
         self._metrics = metrics
         self._identity = identity
         self.route = route
-        self._received_at = clock.monotonic()
+        self.received_at = clock.monotonic()
         self._marks_ms: dict[str, float] = {}
         self._workers: dict[str, WorkerId] = {}
         self.num_prompt_tokens: int | None = None
@@ -72,4 +72,4 @@ class Journal:
         return True
 
     def _elapsed_ms(self) -> float:
-        return round((self._clock.monotonic() - self._received_at) * 1000, 3)
+        return round((self._clock.monotonic() - self.received_at) * 1000, 3)

@@ -18,6 +18,7 @@ class Replay:
     """Looks like a `Session`: make it, `spawn` its `run`, hand its `link` to an Answer."""
 
     is_stream = True
+    deadline: float | None = None  # everything is there
 
     def __init__(
         self,

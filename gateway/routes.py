@@ -23,6 +23,7 @@ from gateway.services import Services
 from gateway.session import Session
 from gateway.sessions import AnySession, Sessions
 from gateway.streams import Streams
+from gateway.timeouts import TimeoutRule, header_timeout_s
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.request import CancelReason, RequestState
 
@@ -50,6 +51,7 @@ class Routes:
         self._streams = streams
         self._executor = executor
         self._config = config
+        self._timeouts = TimeoutRule(default_s=config.default_timeout_s, max_s=config.max_timeout_s)
         self._started_unix_s = services.clock.unix_ms() // 1000
 
     def add_to(self, app: FastAPI) -> None:
@@ -90,9 +92,11 @@ class Routes:
 
     async def _ask(self, request: Request, read: Callable[[bytearray], Intake]) -> Answer:
         async def take_in(journal: Journal, leave: Leave) -> tuple[AnySession, Leave]:
+            header_timeout_s(request.headers)  # a wrong one is refused before the body is read
             async with self._bodies.reading(request) as body:
                 intake = await asyncio.get_running_loop().run_in_executor(self._executor, read, body)
             intake = resumable_if_asked(intake, request.headers)
+            intake = self._timeouts.with_deadline(intake, request.headers, journal.received_at)
             journal.num_prompt_tokens = len(intake.prompt_ids)
             journal.num_ignored_fields = intake.num_ignored_fields
             if intake.num_ignored_fields:
@@ -114,7 +118,8 @@ class Routes:
             raise
         try:
             session, leave = await make(journal, leave)
-            self._sessions.start(session, leave, name=identity.request_id)
+            timeout_s = None if session.deadline is None else session.deadline - self._services.clock.monotonic()
+            self._sessions.start(session, leave, name=identity.request_id, timeout_s=timeout_s)
         except BaseException as error:
             leave()
             told = error if isinstance(error, ServingError) else None

@@ -42,7 +42,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "prediction": (None,),
     "reasoning_effort": (None, "none"),
     "response_format": (None, {"type": "text"}),
-    "timeout": (None,),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
     "truncate_prompt_tokens": (None,),
@@ -150,6 +149,7 @@ class GenerationBody(_Body):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     ignore_eos: bool | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # seconds, from the request's arrival on
     resumable: bool | None = None  # may be read on after a cut, on any gateway
     cache_salt: Annotated[Text, Field(min_length=1)] | None = None  # whose cached KV this request may share
 

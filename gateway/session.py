@@ -40,7 +40,7 @@ from gateway.served_form import ServedForm
 from gateway.services import Resumption, Services
 from shared.aio.scope import cancel_and_wait, spawn, stop_when
 from shared.domain.errors import ErrorCode, ServingError
-from shared.domain.ids import Attempt, RequestId, RequestKey
+from shared.domain.ids import Attempt, RequestKey
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestState, Usage
 from shared.obs.logs import get_logger
 from shared.state.stream_log import LoggedAnswer, superseded
@@ -49,8 +49,9 @@ from shared.state.stream_log import LoggedAnswer, superseded
 _OUTCOME_WAIT_S = 5.0
 # The word of a failure comes by the scheduler, tokens come directly: what was computed before may be a moment behind.
 _LAST_TOKENS_S = 0.1
-# After a refused attach: time for the scheduler to say how the attempt ended (a lost worker takes it 5 s).
-_REFUSED_WAIT_S = 10.0
+# After a refused attach: time for the scheduler to say how the attempt ended (a lost worker takes it 5 s, and it may
+# be a new one that has to be found and to adopt the request first).
+_REFUSED_WAIT_S = 30.0
 
 _log = get_logger("session")
 
@@ -71,8 +72,9 @@ class Session:
         """`key_hash`: who may resume a resumable answer."""
         self._services = services
         self._intake = intake
+        self.deadline = intake.deadline
         self._journal = journal
-        self._id = identity.request_id
+        self._id = self.request_id = identity.request_id
         self._resumption = resumption
         logged = None if resumption is None else resumption.logged
         now_s = services.clock.unix_ms() // 1000
@@ -99,7 +101,9 @@ class Session:
             scheduler=services.scheduler,
             clock=services.clock,
             progress=self._progress,
+            last_closed=lambda: self._attempts.last_closed,
             session=self._session_number,
+            deadline=intake.deadline,
             on_queued=self._on_queued,
             on_placed=self._on_placed,
             on_requeued=self._on_requeued,
@@ -117,10 +121,6 @@ class Session:
         self._is_stop_complete = False  # the logged tokens end with a stop string
         self._outcome: Outcome | None = None
         self._has_outcome = asyncio.Event()
-
-    @property
-    def request_id(self) -> RequestId:
-        return self._id
 
     @property
     def is_log_behind(self) -> bool:
@@ -327,6 +327,7 @@ class Session:
                 ticket=placed.attach_ticket,
                 from_index=self._writer.num_tokens + 1,
                 session=self._session_number,
+                acks_at_once=self._intake.has_stop_strings or self._intake.has_logprobs,
             )
             if self._is_stop_complete:  # the session before could not say it any more
                 await self._finish_early(self._subscription, [])
@@ -485,7 +486,9 @@ class Session:
     def _end_state(self) -> RequestState:
         if self._outcome is not None and not self._is_answered:
             return self._outcome.state
-        if self._cancel_reason is not None or (self._has_left.is_set() and not self._is_answered):
+        if self._cancel_reason not in (None, CancelReason.DEADLINE) or (
+            self._has_left.is_set() and not self._is_answered
+        ):
             return RequestState.CANCELLED
         return RequestState.FINISHED if self._is_answered else RequestState.FAILED
 

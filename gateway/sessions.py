@@ -10,6 +10,7 @@ from gateway.session import Session
 from shared.aio.scope import spawn
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestId
+from shared.domain.lifecycle import deadline_exceeded
 from shared.domain.request import CancelReason
 
 # What a cancelled session may still take: the outcome's wait, and a client that reads its last bytes.
@@ -72,9 +73,11 @@ class Sessions:
         """The readers of one answer: one, and older ones that are about to end."""
         return [each for each in self._sessions if isinstance(each, Session) and each.request_id == request_id]
 
-    def start(self, session: AnySession, leave: Callable[[], None], *, name: str) -> None:
-        """Runs it; it owns its places from here on."""
-        self._sessions[session] = spawn(self._group, self._run(session, leave), name=f"session {name}")
+    def start(
+        self, session: AnySession, leave: Callable[[], None], *, name: str, timeout_s: float | None = None
+    ) -> None:
+        """Runs it, at most for `timeout_s`; it owns its places from here on."""
+        self._sessions[session] = spawn(self._group, self._run(session, leave, timeout_s), name=f"session {name}")
 
     async def wait_idle(self) -> None:
         """Until no request is open."""
@@ -102,9 +105,17 @@ class Sessions:
         for task in self._sessions.values():
             task.cancel()
 
-    async def _run(self, session: AnySession, leave: Callable[[], None]) -> None:
+    async def _run(self, session: AnySession, leave: Callable[[], None], timeout_s: float | None) -> None:
+        timer = None
+        if timeout_s is not None:
+            # The scheduler has a clock of its own; a client is not to wait for one that is away.
+            timer = asyncio.get_running_loop().call_later(
+                max(timeout_s, 0.0), session.cancel, CancelReason.DEADLINE, deadline_exceeded()
+            )
         try:
             await session.run()
         finally:
+            if timer is not None:
+                timer.cancel()
             del self._sessions[session]
             leave()

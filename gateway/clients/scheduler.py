@@ -73,8 +73,11 @@ class Start:
     spec: RequestSpec
     last_attempt_seen: int
     tokens_held: int
+    last_attempt_closed: int = 0
     session: int = 0
     """Of a resumable answer: grows with each reader."""
+    timeout_ms: int = 0
+    """What is left of the client's time; 0 = no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +218,9 @@ class SchedulerClient:
                 gateway_incarnation=self._incarnation,
                 last_attempt_seen=start.last_attempt_seen,
                 tokens_held=start.tokens_held,
+                last_attempt_closed=start.last_attempt_closed,
                 session=start.session,
+                timeout_ms=start.timeout_ms,
                 scheduler_epoch=self._epoch,
             )
         )

@@ -176,6 +176,26 @@ async def test_a_refusal_is_final() -> None:
     assert 1 == len(scheduler.starts)
 
 
+async def test_a_scheduler_that_drains_is_asked_again_until_another_is_there() -> None:
+    """Its refusal is no answer: the next one admits."""
+    error = ServingError(ErrorCode.DRAINING, "the scheduler takes no new requests")
+    draining: list[Step] = [Outcome(state=RequestState.FAILED, error=error)]
+    scheduler = FakeScheduler(draining, list(draining), [QUEUED, PLACED, FINISHED])
+
+    assert FINISHED == await line(scheduler).run(SPEC)
+    assert (3, 2) == (len(scheduler.starts), scheduler.num_looks)
+
+
+async def test_where_no_other_scheduler_comes_the_client_hears_that_it_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the time that a new request may wait, and so before its headers."""
+    monkeypatch.setattr("gateway.control.ADMISSION_WAIT_S", 0.2)
+    error = ServingError(ErrorCode.DRAINING, "the scheduler takes no new requests")
+    scheduler = FakeScheduler(*([Outcome(state=RequestState.FAILED, error=error)] for _ in range(99)))
+    with pytest.raises(ServingError) as caught:
+        await line(scheduler).run(SPEC)
+    assert error == caught.value
+
+
 async def test_without_a_scheduler_it_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what the broken link says; not before several tries."""
     monkeypatch.setattr("gateway.control.ADMISSION_WAIT_S", 0.4)

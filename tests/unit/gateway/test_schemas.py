@@ -125,7 +125,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": list(range(129))}, "stop_token_ids"),
     ({"audio": {"voice": "a"}}, "audio"),
     ({"modalities": ["audio"]}, "modalities"),
-    ({"timeout": 5}, "timeout"),
+    ({"timeout": 0}, "timeout"),
     ({"resumable": 1}, "resumable"),
 ]
 

@@ -1,0 +1,102 @@
+"""Requests whose time is over: what their client hears, and what the scheduler is told."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.chat import CHAT_PATH, collect
+from tests.support.fake_backend import FakeBackend
+from tests.support.gateway_app import running_gateway, the_request, until, until_idle
+from tests.support.http_client import exchange, open_request
+from tests.support.script import counting
+
+IN_TIME_S = 0.3
+
+
+async def test_a_whole_answer_that_is_late_is_a_504() -> None:
+    """Whatever the scheduler does; it hears of the deadline at the start and when it has passed."""
+    backend = FakeBackend()
+    backend.max_tokens_out = 2
+    async with running_gateway(backend) as running:
+        body = {**counting(8).body(), "timeout": IN_TIME_S}
+        answer = await exchange(running.port, "POST", CHAT_PATH, body=body)
+        request = await the_request(running)
+        await until_idle(running)
+
+    assert (504, "timeout") == (answer.status, answer.json()["error"]["code"])
+    assert ["deadline"] == request.cancel_reasons
+    assert 0 < request.starts[0].timeout_ms <= IN_TIME_S * 1000
+
+
+async def test_a_stream_that_is_late_ends_with_the_error_behind_its_text() -> None:
+    """By the header; no finish reason, then [DONE]."""
+    backend = FakeBackend()
+    backend.max_tokens_out = 2
+    script = counting(8)
+    async with running_gateway(backend) as running:
+        options: dict[str, Any] = {"body": {**script.body(), "stream": True}}
+        headers = {"X-Request-Timeout": str(IN_TIME_S)}
+        async with open_request(running.port, "POST", CHAT_PATH, headers=headers, **options) as stream:
+            record = await collect(stream)
+
+    assert (200, script.text(2)) == (stream.status, record.text)
+    assert ("timeout", None) == ((record.error or {})["code"], record.finish_reason)
+
+
+async def test_without_admission_a_late_stream_is_a_504_too() -> None:
+    """Nothing had been sent yet."""
+    backend = FakeBackend()
+    backend.may_admit.clear()
+    async with running_gateway(backend) as running:
+        body = {**counting(8).body(), "stream": True, "timeout": IN_TIME_S}
+        answer = await exchange(running.port, "POST", CHAT_PATH, body=body)
+
+    assert (504, "timeout") == (answer.status, answer.json()["error"]["code"])
+
+
+async def test_without_a_scheduler_nobody_waits_longer() -> None:
+    """The gateway has a clock of its own."""
+    async with running_gateway(scheduler="127.0.0.1:1") as running:
+        body = {**counting(8).body(), "timeout": IN_TIME_S}
+        answer = await exchange(running.port, "POST", CHAT_PATH, body=body)
+        await until_idle(running)
+
+    assert (504, "timeout") == (answer.status, answer.json()["error"]["code"])
+
+
+async def test_several_answers_are_late_together() -> None:
+    """One error for all."""
+    backend = FakeBackend()
+    backend.max_tokens_out = 2
+    async with running_gateway(backend) as running:
+        body = {**counting(8).body(), "n": 2, "timeout": IN_TIME_S}
+        answer = await exchange(running.port, "POST", CHAT_PATH, body=body)
+        await until_idle(running)
+
+    assert (504, "timeout") == (answer.status, answer.json()["error"]["code"])
+    assert [["deadline"]] * 2 == [request.cancel_reasons for request in backend.requests.values()]
+
+
+async def test_an_answer_in_time_is_not_touched() -> None:
+    """The scheduler hears of the default where the client says nothing."""
+    script = counting(8)
+    async with running_gateway(default_timeout_s=50) as running:
+        answer = await exchange(running.port, "POST", CHAT_PATH, body=script.body())
+        request = await the_request(running)
+        await until(request, lambda request: request.outcome is not None)
+
+    assert script.text() == answer.json()["choices"][0]["message"]["content"]
+    assert 49_000 < request.starts[0].timeout_ms <= 50_000
+    assert [] == request.cancel_reasons
+
+
+@pytest.mark.parametrize("text", ["0", "soon"])
+async def test_a_header_that_is_no_time_is_a_400(text: str) -> None:
+    """Before anything is asked of anyone."""
+    backend = FakeBackend()
+    async with running_gateway(backend) as running:
+        headers = {"X-Request-Timeout": text}
+        answer = await exchange(running.port, "POST", CHAT_PATH, headers=headers, body=counting(3).body())
+
+    assert (400, "X-Request-Timeout") == (answer.status, answer.json()["error"]["param"])
+    assert {} == backend.requests
