@@ -38,6 +38,10 @@ from shared.wire import decode_pb2, decode_pb2_grpc
 MAX_UNTAKEN_TOKENS = 65_536
 # More than requests can end while one write is held up; what is dropped then, decode finds out by its own clock.
 MAX_FAREWELLS = 8192
+# A message costs both ends more than a token does: acknowledgements wait for others, unless decode has little room. A
+# quarter of the outbox (256 tokens) is the least that decode passes on to its engine.
+ACK_TOKENS = 64
+ACK_WAIT_S = 0.1
 
 TokensCall: TypeAlias = "StreamStreamCall[decode_pb2.TokensUp, decode_pb2.TokensDown]"
 
@@ -81,9 +85,18 @@ class TokenSubscription:
     """One attempt's tokens. Made by `TokenStreams.attach`; `close` it always."""
 
     def __init__(
-        self, stream: "TokenStream", key: RequestKey, ticket: bytes, from_index: int, session: int = 0
+        self,
+        stream: "TokenStream",
+        key: RequestKey,
+        ticket: bytes,
+        from_index: int,
+        session: int = 0,
+        *,
+        acks_at_once: bool = False,
     ) -> None:
+        """`acks_at_once`: decode has room for few tokens, and waits for each acknowledgement."""
         self.key = key
+        self._acks_at_once = acks_at_once
         self._session = session
         self._stream = stream
         self._ticket = ticket
@@ -122,7 +135,14 @@ class TokenSubscription:
         """All text that comes from tokens 1..index has been taken. Older acknowledgements change nothing."""
         if index > self._acked_index:
             self._acked_index = index
-            self._stream.wake()
+            if self._is_ack_urgent:
+                self._stream.wake()
+            else:
+                self._stream.wake_later()
+
+    @property
+    def _is_ack_urgent(self) -> bool:
+        return self._acks_at_once or self._is_over or self._acked_index - self._told_ack >= ACK_TOKENS
 
     def finish(self, index: int, reason: FinishReason) -> None:
         """The answer is complete at `index`: it acknowledges everything, and what lies beyond is not wanted."""
@@ -175,8 +195,11 @@ class TokenSubscription:
         self._told_ack = 0
         self._told_finish = False
 
-    def untold(self) -> Iterator[decode_pb2.TokensUp]:
-        """What the present call must still be told, marked as told."""
+    def untold(self, *, with_acks: bool = True) -> Iterator[decode_pb2.TokensUp]:
+        """What the present call must still be told, marked as told.
+
+        Without `with_acks` no acknowledgement that can wait.
+        """
         key = key_to_wire(self.key)
         if self._is_refused:
             return
@@ -195,7 +218,7 @@ class TokenSubscription:
                     key=key, index=index, reason=finish_reason_to_wire(reason), session=self._session
                 )
                 yield decode_pb2.TokensUp(finish=finish)
-        elif self._acked_index > self._told_ack:
+        elif self._acked_index > self._told_ack and (with_acks or self._is_ack_urgent):
             self._told_ack = self._acked_index
             ack = decode_pb2.TokenAck(key=key, index=self._acked_index, session=self._session)
             yield decode_pb2.TokensUp(ack=ack)
@@ -219,6 +242,8 @@ class TokenStream:
         # Up to three messages for each subscription that ended since the writer last ran.
         self._farewells: deque[decode_pb2.TokensUp] = deque(maxlen=MAX_FAREWELLS)
         self._has_news = asyncio.Event()
+        self._ack_timer: asyncio.TimerHandle | None = None  # while acknowledgements wait for others
+        self._are_acks_due = False
 
     @property
     def is_idle(self) -> bool:
@@ -227,6 +252,16 @@ class TokenStream:
     def wake(self) -> None:
         """There is something to tell."""
         self._has_news.set()
+
+    def wake_later(self) -> None:
+        """There is an acknowledgement to tell, within ACK_WAIT_S."""
+        if self._ack_timer is None:
+            self._ack_timer = asyncio.get_running_loop().call_later(ACK_WAIT_S, self._tell_acks)
+
+    def _tell_acks(self) -> None:
+        self._ack_timer = None
+        self._are_acks_due = True
+        self.wake()
 
     def add(self, subscription: TokenSubscription) -> None:
         self._subscriptions[subscription.key] = subscription
@@ -275,10 +310,11 @@ class TokenStream:
             while True:
                 await self._has_news.wait()
                 self._has_news.clear()
+                with_acks, self._are_acks_due = self._are_acks_due, False
                 while self._farewells:
                     await call.write(self._farewells.popleft())
                 for subscription in list(self._subscriptions.values()):
-                    for message in subscription.untold():
+                    for message in subscription.untold(with_acks=with_acks):
                         await call.write(message)
         except CALL_ERRORS:
             return
@@ -320,6 +356,7 @@ class TokenStreams:
         ticket: bytes,
         from_index: int,
         session: int = 0,
+        acks_at_once: bool = False,
     ) -> TokenSubscription:
         """Tokens of `key` from `from_index` on, as soon as the worker sends them. Never waits."""
         place = (address, incarnation)
@@ -330,7 +367,7 @@ class TokenStreams:
             task = spawn(self._group, self._run(place, stream), name=f"tokens from {address}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        subscription = TokenSubscription(stream, key, ticket, from_index, session)
+        subscription = TokenSubscription(stream, key, ticket, from_index, session, acks_at_once=acks_at_once)
         stream.add(subscription)
         return subscription
 

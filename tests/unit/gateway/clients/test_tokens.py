@@ -1,6 +1,7 @@
 """A subscription's memory: what came, and what the present call must still be told. The streams are in test_session.py."""
 
 from gateway.clients.tokens import (
+    ACK_TOKENS,
     MAX_UNTAKEN_TOKENS,
     AttachRefused,
     SequenceEnded,
@@ -24,6 +25,11 @@ class SilentStream(TokenStream):
 
     def __init__(self) -> None:
         self.num_wakes = 0
+        self.num_later = 0
+
+    def wake_later(self) -> None:
+        """An acknowledgement that may wait."""
+        self.num_later += 1
 
     def wake(self) -> None:
         """One more."""
@@ -122,6 +128,38 @@ async def test_only_the_newest_acknowledgement_is_told() -> None:
 
     assert ["ack 3"] == told(subject)
     assert [] == told(subject)
+
+
+async def test_an_acknowledgement_waits_for_others() -> None:
+    """Until there are many, or the answer has its end; the writer tells it at once only when its time has come."""
+    stream = SilentStream()
+    subject = TokenSubscription(stream, KEY, b"ticket", 1)
+    told(subject)
+    subject.receive(tokens(1, *range(ACK_TOKENS + 1)))
+
+    subject.ack(ACK_TOKENS - 1)
+    assert (0, 1) == (stream.num_wakes, stream.num_later)
+    assert [] == list(subject.untold(with_acks=False))
+    subject.ack(ACK_TOKENS)
+    assert (1, 1) == (stream.num_wakes, stream.num_later)
+    assert [ACK_TOKENS] == [message.ack.index for message in subject.untold(with_acks=False)]
+
+    subject.receive(tokens(ACK_TOKENS + 2, end=ACK_TOKENS + 1))
+    subject.ack(ACK_TOKENS + 1)
+    assert (2, 1) == (stream.num_wakes, stream.num_later)
+    assert [ACK_TOKENS + 1] == [message.ack.index for message in subject.untold(with_acks=False)]
+
+
+async def test_where_decode_has_little_room_each_acknowledgement_is_told_at_once() -> None:
+    """With stop strings it computes four tokens ahead."""
+    stream = SilentStream()
+    subject = TokenSubscription(stream, KEY, b"ticket", 1, acks_at_once=True)
+    told(subject)
+    subject.receive(tokens(1, 10, 11))
+    subject.ack(1)
+
+    assert (1, 0) == (stream.num_wakes, stream.num_later)
+    assert [1] == [message.ack.index for message in subject.untold(with_acks=False)]
 
 
 async def test_a_new_call_is_told_everything_again() -> None:
