@@ -76,7 +76,7 @@ def model(request: pytest.FixtureRequest) -> Model:
     prepared = PreparedModel.load(default_model_dir())
     if request.param == "torch":
         return TorchModel.load(prepared, NumericMode.F32, num_threads=1)
-    prepare_mode(prepared, NumericMode.F32, DEFAULT_HOME.expanduser(), lambda line: print(line, flush=True))
+    prepare_mode(prepared, NumericMode.F32, DEFAULT_HOME.expanduser(), lambda _: None)
     return CpuModel.load(prepared, NumericMode.F32, 1)
 
 
