@@ -24,6 +24,10 @@ class Attempts:
         return max(self._closed, self._place.attempt if self._place else Attempt(0))
 
     @property
+    def last_closed(self) -> Attempt:
+        return self._closed
+
+    @property
     def next_place(self) -> Placed | None:
         """Of an attempt that is not closed."""
         return self._place if self._place is not None and not self.is_closed(self._place.attempt) else None

@@ -26,6 +26,10 @@ from shared.state.requests import RequestStore
 from shared.wire import scheduler_pb2_grpc
 
 SERVICE_NAME = "firsttoken.v1.Scheduler"
+# Short answers end under this scheduler; whatever lasts longer is adopted by the next one. New requests wait for it, at
+# most 10 s, so that this must be short.
+HAND_OVER_S = 2.0
+FLUSH_S = 2.0  # for records on their way to Redis; one that is away has not answered in 0.5 s
 
 
 class Replaced(Exception):
@@ -109,12 +113,17 @@ async def _be_active(
         await process.stopping.wait()
         process.readiness.set(False, "draining")
         driver.step(DrainStarted())
-        try:
-            async with asyncio.timeout(config.drain_timeout_s):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(config.drain_timeout_s, HAND_OVER_S)):
                 await driver.idle.wait()
-        except TimeoutError:
-            process.log.warning("drain timed out", live=core.ledger.num_live())
-        for task in (reaper, replaced, writes):
+        process.log.info("handing over", live=core.ledger.num_live())
+        await cancel_and_wait(reaper)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_S):
+                await driver.written.wait()
+        service.deactivate()
+        driver.hang_up()
+        for task in (replaced, writes):
             await cancel_and_wait(task)
 
 

@@ -139,6 +139,9 @@ class Adoption:
         if entry.record.attempt != before:
             adoptee.has_prefill = adoptee.is_placed = False
         self._lives.spec_known(entry)
+        record = entry.record
+        if record.state in PLACED_STATES and start.last_attempt_closed >= record.attempt:
+            self._fail(adoptee, Role.DECODE, "its gateway was told that the attempt has ended", now)
 
     def tells_later(self, entry: Entry) -> bool:
         """Where the present attempt runs is not known yet: its gateway is told when it is."""
@@ -187,7 +190,7 @@ class Adoption:
             if self._is_open_question(adoptee):
                 role = self._missing(adoptee, now)
                 if role is not None:
-                    self._fail(adoptee, role, now)
+                    self._fail(adoptee, role, f"no {role.value} worker holds the attempt any more", now)
             if not self._is_open_question(adoptee) and not adoptee.is_placed:
                 adoptee.is_placed = True
                 if adoptee.has_gateway and adoptee.entry.record.state in PLACED_STATES:
@@ -232,8 +235,8 @@ class Adoption:
         has_spoken = worker is not None and worker.has_told_inventory
         return role if has_spoken or not self.is_open(now) else None
 
-    def _fail(self, adoptee: _Adoptee, role: Role, now: float) -> None:
-        error = ServingError(ErrorCode.WORKER_LOST, f"no {role.value} worker holds the attempt any more")
+    def _fail(self, adoptee: _Adoptee, role: Role, why: str, now: float) -> None:
+        error = ServingError(ErrorCode.WORKER_LOST, why)
         attempt = adoptee.entry.record.attempt
         self._lives.advance(adoptee.entry, events.AttemptFailed(attempt=attempt, role=role, error=error), now)
 

@@ -161,10 +161,10 @@ class SchedulerCore:
             entry.session = event.session
             if entry.deadline is None:  # of an earlier scheduler's
                 entry.deadline = event.deadline
+            self._adoption.gateway_back(entry, event, now)
             old = self.ledger.attach(entry, event.stream)
             if old is not None and old != event.stream:
                 self._emit(CloseStream(stream=old))
-            self._adoption.gateway_back(entry, event, now)
             if not self._adoption.tells_later(entry):
                 self._lives.tell_present_state(entry)
             self._lives.place(now)

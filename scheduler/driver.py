@@ -125,6 +125,10 @@ class Driver:
         self._transcript = transcript
         self._events: deque[CoreEvent] = deque()
         self._is_stepping = False
+        self._num_unwritten = 0
+        self.written = asyncio.Event()
+        """Set while no record waits to be written."""
+        self.written.set()
         self._lanes = [Channel[PersistRecord](MAX_LANE_ITEMS) for _ in range(NUM_LANES)]
         self._rewrites = Channel[RewriteRecords](4)
         self._streams: dict[StreamId, Channel[scheduler_pb2.ServeDown]] = {}
@@ -159,6 +163,11 @@ class Driver:
             self.idle.set()
         else:
             self.idle.clear()
+
+    def hang_up(self) -> None:
+        """Ends every stream and session, so that gateways and workers dial the next scheduler at once."""
+        for channel in (*self._streams.values(), *self._sessions.values()):
+            channel.close()
 
     # ---- streams and sessions
 
@@ -217,7 +226,10 @@ class Driver:
                 self._perform_session(effect)
             case PersistRecord():
                 lane = self._lanes[hash(effect.stored.request_id) % NUM_LANES]
-                if not lane.try_put(effect):
+                if lane.try_put(effect):
+                    self._num_unwritten += 1
+                    self.written.clear()
+                else:
                     self.step(_written(effect, ErrorCode.STATE_UNAVAILABLE))
             case RewriteRecords():
                 if not self._rewrites.try_put(effect):
@@ -310,6 +322,9 @@ class Driver:
     async def _write_lane(self, lane: Channel[PersistRecord]) -> None:
         async for effect in lane:
             error = await self._write(effect)
+            self._num_unwritten -= 1
+            if self._num_unwritten == 0:
+                self.written.set()
             self.step(_written(effect, error))
             if error is None:
                 await self._look_at_mark(effect)

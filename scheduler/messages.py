@@ -28,6 +28,8 @@ class StartReceived:
     spec: RequestSpec
     gateway_incarnation: Incarnation
     last_attempt_seen: Attempt
+    last_attempt_closed: Attempt
+    """Of which the gateway takes nothing more: another scheduler has told it so."""
     epoch_seen: Epoch
     unix_ms: int
     deadline: float | None = None

@@ -88,6 +88,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._driver = driver
         self._identity = identity
 
+    def deactivate(self) -> None:
+        """From now on another one is, or soon will be."""
+        self._driver = None
+
     # ---- gateways
 
     # A coroutine that reads and writes, not the generator of the stub: no task group around a yield.
@@ -109,6 +113,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                     spec=spec,
                     gateway_incarnation=Incarnation(start.gateway_incarnation),
                     last_attempt_seen=Attempt(start.last_attempt_seen),
+                    last_attempt_closed=Attempt(start.last_attempt_closed),
                     epoch_seen=Epoch(start.scheduler_epoch),
                     unix_ms=self._clock.unix_ms(),
                     deadline=deadline_from_wire(start.timeout_ms, self._clock.monotonic()),

@@ -127,6 +127,7 @@ class Start(_message.Message):
     TOKENS_HELD_FIELD_NUMBER: _builtins.int
     SCHEDULER_EPOCH_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    LAST_ATTEMPT_CLOSED_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     gateway_incarnation: _builtins.int
     last_attempt_seen: _builtins.int
@@ -137,6 +138,8 @@ class Start(_message.Message):
     """highest the gateway has seen"""
     session: _builtins.int
     """grows with each reader of a resumable answer, a lower one is refused; 0 = plain"""
+    last_attempt_closed: _builtins.int
+    """of this attempt and those before it the gateway takes nothing more; 0 = none"""
     timeout_ms: _builtins.int
     """left until the client's deadline; 0 = none. What was heard first counts"""
     @_builtins.property
@@ -150,11 +153,12 @@ class Start(_message.Message):
         tokens_held: _builtins.int = ...,
         scheduler_epoch: _builtins.int = ...,
         session: _builtins.int = ...,
+        last_attempt_closed: _builtins.int = ...,
         timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_incarnation", b"gateway_incarnation", "last_attempt_seen", b"last_attempt_seen", "scheduler_epoch", b"scheduler_epoch", "session", b"session", "spec", b"spec", "timeout_ms", b"timeout_ms", "tokens_held", b"tokens_held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_incarnation", b"gateway_incarnation", "last_attempt_closed", b"last_attempt_closed", "last_attempt_seen", b"last_attempt_seen", "scheduler_epoch", b"scheduler_epoch", "session", b"session", "spec", b"spec", "timeout_ms", b"timeout_ms", "tokens_held", b"tokens_held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -209,6 +209,7 @@ class Runner:
                 spec=spec,
                 gateway_incarnation=Incarnation(1),
                 last_attempt_seen=Attempt(int(options.get("seen", 0))),
+                last_attempt_closed=Attempt(int(options.get("closed", 0))),
                 epoch_seen=Epoch(0),
                 unix_ms=0,
                 deadline=self.now + float(options["timeout"]) if "timeout" in options else None,

@@ -292,6 +292,7 @@ class World:
             spec=spec,
             gateway_incarnation=Incarnation(1),
             last_attempt_seen=Attempt(0),
+            last_attempt_closed=Attempt(0),
             epoch_seen=Epoch(0),
             unix_ms=1,
         )

@@ -48,7 +48,7 @@ def start() -> Start:
     spec = RequestSpec(
         request_id=new_request_id(1), prompt_ids=prompt, max_tokens=3, sampling=SamplingParams(seed=2**64 - 1)
     )
-    return Start(spec=spec, last_attempt_seen=4, tokens_held=7)
+    return Start(spec=spec, last_attempt_seen=4, tokens_held=7, last_attempt_closed=3)
 
 
 async def test_a_start_carries_everything() -> None:
@@ -63,10 +63,11 @@ async def test_a_start_carries_everything() -> None:
 
     (sent,) = backend.only.starts
     assert asked.spec == backend.only.spec
-    assert (9, 4, 7, 5) == (
+    assert (9, 4, 7, 3, 5) == (
         sent.gateway_incarnation,
         sent.last_attempt_seen,
         sent.tokens_held,
+        sent.last_attempt_closed,
         sent.scheduler_epoch,
     )
 
