@@ -115,6 +115,9 @@ class StreamLog:
 
     async def take_over(self, request_id: RequestId, key_hash: str) -> LoggedAnswer | None:
         """For a new reader. None where there is no log that this key may read."""
+        # Asked first: a store that stands still would take the answer from its reader when it wakes, for nobody.
+        if not await self._client.call("EXISTS", log_key(request_id)):
+            return None
         reply = await self._client.run(_TAKE_OVER, [log_key(request_id)], [key_hash, LIVE_LOG_TTL_MS])
         if not reply:
             return None

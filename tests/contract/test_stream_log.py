@@ -133,6 +133,7 @@ async def test_a_lost_log_is_noticed_and_written_again(client: StateClient) -> N
         if is_empty:
             await client.call("DEL", log_key(REQUEST_ID))
         else:
+            await client.call("DEL", log_key(REQUEST_ID))
             await log.write(HEAD, 3, tokens(1, 1))
         with pytest.raises(LogMissing):
             await log.append(REQUEST_ID, 3, tokens(3, 3))
@@ -143,6 +144,30 @@ async def test_a_lost_log_is_noticed_and_written_again(client: StateClient) -> N
     read = await log.take_over(REQUEST_ID, "aa")
     assert read is not None
     assert (tokens(1, 3), FINISHED) == (read.tokens, read.outcome)
+
+
+async def test_a_write_that_comes_late_takes_nothing_back(client: StateClient) -> None:
+    """Its caller has given it up and written more since."""
+    log = StreamLog(client)
+    await log.write(HEAD, 1, tokens(1, 3))
+    await log.write(HEAD, 1, tokens(1, 2))
+    await log.append(REQUEST_ID, 1, tokens(4, 4))
+    read = await log.take_over(REQUEST_ID, "aa")
+    assert read is not None
+    assert tokens(1, 4) == read.tokens
+
+
+async def test_a_store_that_stands_still_takes_no_reader_off(client: StateClient, valkey: RedisServer) -> None:
+    """A takeover that was refused for its silence is not done when it wakes."""
+    log = StreamLog(client)
+    await log.write(HEAD, 1, tokens(1, 1))
+    valkey.pause()
+    try:
+        with pytest.raises(ServingError):
+            await log.take_over(REQUEST_ID, "aa")
+    finally:
+        valkey.resume()
+    await log.append(REQUEST_ID, 1, tokens(2, 2))
 
 
 async def test_every_log_has_a_time_to_live(client: StateClient) -> None:

@@ -292,3 +292,24 @@ async def test_only_what_is_resumable_is_stored(pair: Cluster) -> None:
         resumable, stored, others = await asked({"X-Resumable": "1"})
         assert {f"firsttoken:1:log:{{{resumable.request_id}}}"} == stored
         assert "Xyzzy" not in others
+
+
+async def test_a_frozen_gateway_wakes_after_its_answer_was_taken_over(pair: Cluster) -> None:
+    """Neither what it writes nor what it acknowledges counts any more; its client is told and gets no wrong text."""
+    script = counting(150, step_ms=20)
+    pid = await gateway_pid(pair.port)
+    async with ask_resumable(pair.port, script) as (stream, older):
+        await read_on(stream, older, max_events=5)
+        newer = ReadSoFar(request_id=older.request_id)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            async with resume(pair.port + 1, newer) as resumed:
+                await read_on(resumed, newer, max_events=40)
+                os.kill(pid, signal.SIGCONT)
+                await read_on(stream, older)
+                await read_on(resumed, newer)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert "superseded" == older.error
+    assert script.text().startswith(older.text)
+    check(script, newer)

@@ -1,0 +1,72 @@
+"""Resumable answers while Redis is away."""
+
+import asyncio
+from collections.abc import Generator
+
+import pytest
+
+from tests.support.cluster import Cluster, ClusterPlan
+from tests.support.polling import eventually
+from tests.support.redis_server import RedisServer, own_redis
+from tests.support.resuming import ReadSoFar, ask_resumable, read_on, resume
+from tests.support.script import counting
+
+ANSWER_WITHIN_S = 60.0
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Generator[RedisServer]:
+    """A store that the tests end and start."""
+    with own_redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(redis_server: RedisServer) -> Generator[Cluster]:
+    """Two gateways on it."""
+    with ClusterPlan().scripted().gateways(2).redis_url(redis_server.url).start() as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["killed and empty", "stopped"])
+async def test_a_store_that_is_away_delays_only_the_resuming(
+    cluster: Cluster, redis_server: RedisServer, is_stopped: bool
+) -> None:
+    """The answer goes on; nobody can take it over meanwhile; the log is whole when the store is back."""
+    script = counting(700, step_ms=20)
+    async with asyncio.timeout(ANSWER_WITHIN_S), ask_resumable(cluster.port, script) as (stream, read):
+        await read_on(stream, read, max_events=5)
+        if is_stopped:
+            redis_server.pause()
+        else:
+            redis_server.kill()
+        await read_on(stream, read, max_events=50)
+        for port in (cluster.port, cluster.port + 1):
+            async with resume(port, read) as refused:
+                assert 503 == refused.status
+                assert b"state_unavailable" in await refused.read_body()
+        if is_stopped:
+            redis_server.resume()
+        else:
+            redis_server.start()
+        num_away = read.last_id
+        key = f"firsttoken:1:log:{{{read.request_id}}}"
+
+        async def num_stored() -> int:
+            with redis_server.client as client:
+                return int(client.eval(NUM_STORED, 1, key))
+
+        await eventually(num_stored, lambda count: count >= num_away, within_s=10.0, what="the log is whole")
+        stream.cut()
+        again = ReadSoFar(request_id=read.request_id)
+        for port, late in ((cluster.port + 1, read), (cluster.port, again)):
+            async with resume(port, late) as resumed:
+                await read_on(resumed, late)
+            assert (None, script.text(), "stop") == (late.error, late.text, late.finish_reason)
+
+
+NUM_STORED = """
+local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+return last and tonumber(last[2][4]) or 0
+"""
