@@ -16,6 +16,7 @@ from shared.domain.worker import NO_WORK, Capacity, KvTarget, Work, WorkerFacts
 
 StreamId = NewType("StreamId", int)
 SessionId = NewType("SessionId", int)
+NO_ATTEMPT = Attempt(0)
 
 # ---- in: gateways
 
@@ -28,7 +29,7 @@ class StartReceived:
     spec: RequestSpec
     gateway_incarnation: Incarnation
     last_attempt_seen: Attempt
-    last_attempt_closed: Attempt
+    last_attempt_closed: Attempt = NO_ATTEMPT
     """Of which the gateway takes nothing more: another scheduler has told it so."""
     epoch_seen: Epoch
     unix_ms: int
