@@ -1,0 +1,99 @@
+"""`firsttoken chat` as a person meets it: in a terminal, against real processes."""
+
+import asyncio
+import os
+import pty
+import select
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.cluster import FIRSTTOKEN, Cluster
+from tests.support.polling import eventually
+from tests.support.script import Script
+
+CTRL_C, CTRL_D = b"\x03", b"\x04"
+PROMPT = b"> "
+READ_TIMEOUT_S = 30.0
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclass(slots=True, kw_only=True)
+class Terminal:
+    """A program behind a pseudo-terminal."""
+
+    pid: int
+    descriptor: int
+    unread: bytes = b""
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.descriptor, keys)
+
+    def read_until(self, wanted: bytes) -> bytes:
+        """All that was shown up to and with `wanted`. Raises AssertionError if it does not come."""
+        deadline = time.monotonic() + READ_TIMEOUT_S
+        while wanted not in self.unread:
+            ready, _, _ = select.select([self.descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{wanted!r} is not shown, but {self.unread!r}"
+            self.unread += os.read(self.descriptor, 65536)
+        shown, _, self.unread = self.unread.partition(wanted)
+        return shown + wanted
+
+    def exit_code(self) -> int:
+        """Waits for the end."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture
+def terminal(cluster: Cluster) -> Generator[Terminal]:
+    """With a conversation that is at its first prompt."""
+    pid, descriptor = pty.fork()
+    if pid == 0:
+        os.execv(FIRSTTOKEN, [FIRSTTOKEN, "chat", "--url", cluster.base_url])
+    opened = Terminal(pid=pid, descriptor=descriptor)
+    try:
+        opened.read_until(PROMPT)
+        yield opened
+    finally:
+        os.close(descriptor)  # a program that still runs is told by its terminal
+
+
+# Their messages spell the words in hexadecimal: what is typed does not show what is answered.
+LONG = Script(pieces=[b"long "], repeat=1000, step_ms=50)
+SHORT = Script(pieces=[b"sh", b"ort"])
+
+
+def _talk(terminal: Terminal) -> tuple[bytes, bytes]:
+    """An answer that is stopped, then a whole one, then Ctrl-C twice; what was shown of the two answers."""
+    terminal.type(LONG.message.encode() + b"\n")
+    begun = terminal.read_until(b"long long ")
+    terminal.type(CTRL_C)
+    stopped = begun + terminal.read_until(b"stopped")
+    terminal.read_until(PROMPT)
+    terminal.type(SHORT.message.encode() + b"\n")
+    whole = terminal.read_until(b"short")
+    terminal.read_until(PROMPT)
+    terminal.type(CTRL_C)
+    terminal.read_until(b"Ctrl-C again")
+    terminal.read_until(PROMPT)
+    terminal.type(CTRL_C)
+    return stopped, whole
+
+
+async def test_ctrl_c_stops_an_answer_and_not_the_program(cluster: Cluster, terminal: Terminal) -> None:
+    """The stopped answer is cancelled in the system; the next question is answered; the second Ctrl-C leaves."""
+    stopped, whole = await asyncio.to_thread(_talk, terminal)
+
+    assert stopped.count(b"long ") < LONG.num_pieces
+    assert whole.endswith(b"\nshort")
+    assert 0 == await asyncio.to_thread(terminal.exit_code)
+    await eventually(cluster.status, lambda s: not s.live_requests, within_s=5.0, what="the stopped answer is gone")
+
+
+async def test_ctrl_d_leaves(terminal: Terminal) -> None:
+    """At once."""
+    terminal.type(CTRL_D)
+
+    assert 0 == await asyncio.to_thread(terminal.exit_code)
