@@ -148,6 +148,7 @@ class Answer(Iterator[str]):
     def _resume(self, why: str) -> httpx.Response:
         """A connection that goes on behind `token_index`. Raises AnswerCut, or AnswerFailed if the server says so."""
         again: TryAgain | None = None
+        lost = why
         while self.request_id is not None and self._num_left:
             self._num_left -= 1
             self._link.pause(self._backoff, again)
@@ -168,7 +169,7 @@ class Answer(Iterator[str]):
                 return response
         self._is_over = True
         raise AnswerCut(
-            f"the connection was lost and the answer could not be resumed: {why}",
+            f"the connection was lost ({lost}) and the answer could not be resumed ({why})",
             request_id=self.request_id,
             token_index=self.token_index,
         )
