@@ -17,6 +17,9 @@ from shared.state.locate import SchedulerLocator
 from shared.state.stream_log import StreamLog
 from shared.text.chat import ChatTokenizer
 
+# What has connected before may still ask: its request is on the way, and would be lost by a refusal.
+_LAST_REQUESTS_S = 0.25
+
 
 async def main(process: Process, config: GatewayConfig) -> None:
     """Serves until told to stop, drains, returns."""
@@ -62,6 +65,9 @@ async def _serve(process: Process, config: GatewayConfig, gateway: Gateway, stat
         process.log.info("serving", address=f"http://{literal}:{port}")
         await process.stopping.wait()
         process.readiness.set(False, "draining")
+        server.stop_listening()  # a client that is refused at once goes to another gateway at once
+        await asyncio.sleep(_LAST_REQUESTS_S)
+        server.close_idle()
         await gateway.sessions.drain(config.drain_timeout_s)
         server.should_exit = True
 

@@ -168,6 +168,16 @@ class GatewayServer(uvicorn.Server):
             )
         )
 
+    def stop_listening(self) -> None:
+        """New connections are refused from now on; those that are open stay so."""
+        for listener in self.servers:
+            listener.close()
+
+    def close_idle(self) -> None:
+        """Ends the connections on which nothing is under way, and the others with the answer that is."""
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
