@@ -34,6 +34,9 @@ CALM = [
 ROUGH = [*CALM, does("progress", 2, 3), does("restart", 2), does("silence", 2), does("break stream", 12)]
 
 
+TAKEN_OVER = [*ROUGH, does("take over", 2), *[does("dial stream", 12)] * 3]
+
+
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.one_of(ROUGH), min_size=10, max_size=80))
 def test_every_request_ends_once_and_everything_is_released(history: list[tuple[str, int, int]]) -> None:
@@ -58,3 +61,29 @@ def test_nothing_but_a_lost_worker_loses_an_answer(history: list[tuple[str, int,
     world.check_end()
     errors = [told.outcome.error for told in world.outcomes.values() if told.outcome.error is not None]
     assert not [error for error in errors if error.code is ErrorCode.WORKER_LOST]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.one_of(TAKEN_OVER), min_size=10, max_size=80))
+def test_a_scheduler_that_takes_over_ends_every_request_once(history: list[tuple[str, int, int]]) -> None:
+    """However many die, whatever their store has kept, whoever comes back: as with a single one, no debt, no block."""
+    world = World()
+    for action in history:
+        world.act(*action)
+    world.settle()
+    world.check_end()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.one_of([*CALM, does("take over at once", 2)]), min_size=10, max_size=80))
+def test_a_scheduler_that_takes_over_loses_no_answer(history: list[tuple[str, int, int]]) -> None:
+    """Where gateways and workers find the new one at once nothing fails for it, whatever the store has kept."""
+    world = World()
+    for kind, first, second in history:
+        if kind in ("tick", "pause"):
+            world.dial_broken()
+        world.act(kind, first, second)
+    world.settle()
+    world.check_end()
+    errors = [told.outcome.error for told in world.outcomes.values() if told.outcome.error is not None]
+    assert not [error for error in errors if error.code is ErrorCode.WORKER_LOST or "gateway" in error.message]

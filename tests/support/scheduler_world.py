@@ -28,6 +28,7 @@ from scheduler.messages import (
     PrefillDoneTold,
     PrefillJob,
     QueuedTold,
+    RecordsFound,
     Refused,
     ReleasedTold,
     ReleaseJob,
@@ -54,13 +55,14 @@ from scheduler.messages import (
     StreamId,
     Tell,
     Ticked,
+    Wasted,
     WelcomeWorker,
     WorkerReport,
     Written,
 )
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey, TokenId, TransferId, WorkerId
-from shared.domain.request import CancelReason, FinishReason, RequestSpec, Role, SequenceState
+from shared.domain.request import CancelReason, FinishReason, RequestSpec, Role, SequenceState, StoredRequest
 from shared.domain.sampling import SamplingParams
 from shared.domain.worker import Capacity, KvTarget, LossLimits, WorkerFacts, WorkerRef
 
@@ -79,6 +81,9 @@ class SimWorker:
         self.num_blocks = num_blocks
         self.inbox: deque[SendCommand] = deque()
         self.held: dict[RequestKey, int] = {}
+        self.states: dict[RequestKey, SequenceState] = {}
+        """Of what is held."""
+        self.buried: set[RequestKey] = set()
         self.unacked: list[ReportTold] = []
         self.seen = 0
         self.number = 0
@@ -86,7 +91,7 @@ class SimWorker:
     def restart(self, incarnation: int) -> None:
         """Another process under the same name: all that it held is gone."""
         self.ref = WorkerRef(self.ref.worker_id, Incarnation(incarnation))
-        self.held, self.unacked, self.number = {}, [], 0
+        self.held, self.states, self.buried, self.unacked, self.number = {}, {}, set(), [], 0
 
     def hang_up(self) -> None:
         """What was on the way to it is lost."""
@@ -128,23 +133,52 @@ class SimWorker:
         self.unacked.append(told)
         return told
 
+    def hold(self, key: RequestKey, num_blocks: int) -> None:
+        self.held[key] = num_blocks
+        is_prefill = self.role is Role.PREFILL
+        self.states[key] = SequenceState.RUNNING if is_prefill else SequenceState.WAITING_KV
+
+    def bury(self, key: RequestKey) -> int:
+        """Blocks freed; late commands of the attempt are dropped from now on."""
+        self.buried.add(key)
+        self.states.pop(key, None)
+        return self.held.pop(key, 0)
+
+    def inventory(self) -> tuple[InventoryEntry, ...]:
+        """As real workers tell it: rows with their ticket, then tombstones."""
+        ticket = b"" if self.role is Role.PREFILL else b"t"
+        held = [
+            InventoryEntry(
+                key=key,
+                state=state,
+                attach_ticket=ticket,
+                last_index=1,
+                finish_reason=FinishReason.STOP if state is SequenceState.DONE else None,
+            )
+            for key, state in self.states.items()
+        ]
+        ended = sorted(self.buried, key=str)
+        return (*held, *(InventoryEntry(key=key, state=SequenceState.DONE) for key in ended))
+
     def take(self) -> ReportTold | None:
         """Applies the next command; its answer."""
         command = self.inbox.popleft()
         self.seen = command.number
         key, body = command.key, command.body
         match body:
+            case ReserveJob() | PrefillJob() if key in self.buried:
+                return None  # late
             case ReserveJob():
                 needed = self.num_blocks_at_start(body)
                 if needed > self.free:
                     return self.report(key, ReserveRefusedTold(free_blocks=self.free))
-                self.held[key] = needed
+                self.hold(key, needed)
                 return self.report(key, ReservedTold(target=target(self), attach_ticket=b"t"))
             case PrefillJob():
-                self.held[key] = -(-body.spec.num_prompt_tokens // 16)
+                self.hold(key, -(-body.spec.num_prompt_tokens // 16))
                 return None
             case AbortJob() | ReleaseJob():
-                return self.report(key, ReleasedTold(blocks_freed=self.held.pop(key, 0)))
+                return self.report(key, ReleasedTold(blocks_freed=self.bury(key)))
             case _:
                 assert_never(body)
 
@@ -176,6 +210,7 @@ class World:
             SimWorker(Role.DECODE, "d0", 8),
             SimWorker(Role.DECODE, "d1", 4),
         ]
+        self.store: dict[RequestId, StoredRequest] = {}
         self.writes: deque[PersistRecord] = deque()
         self.rewrites: deque[RewriteRecords] = deque()
         self.is_redis_away = False
@@ -186,6 +221,7 @@ class World:
         self.placed: dict[StreamId, Attempt] = {}
         self.requeued: dict[RequestId, Attempt] = {}
         """Closed attempts that a gateway has heard of and not answered."""
+        self.closed: dict[RequestId, Attempt] = {}
         self.answers: dict[RequestId, int] = {}
         """How many tokens it said last that it holds."""
         self.ended: list[RequestId] = []
@@ -222,7 +258,7 @@ class World:
                 self.released.append(effect.request_id)
             case Refused():
                 assert effect.kind not in ("illegal_event", "old_session"), effect.kind
-            case Noted() | RequestRequeued():
+            case Noted() | RequestRequeued() | Wasted():
                 pass
             case Resign():
                 raise AssertionError(effect)
@@ -237,7 +273,8 @@ class World:
             case QueuedTold(position=position):
                 assert 0 <= position < LIMITS.max_queued_requests
             case RequeuedTold(attempt=attempt):
-                self.requeued[self.request_of(effect.stream)] = attempt
+                request_id = self.request_of(effect.stream)
+                self.requeued[request_id] = self.closed[request_id] = attempt
             case PlacedTold(attempt=attempt):
                 request_id = self.request_of(effect.stream)
                 assert request_id not in self.requeued, "placed before Delivered"
@@ -309,8 +346,9 @@ class World:
         start = self.starts.get(RequestId(f"r{number}"))
         if start is None or start.stream in self.outcomes:
             return
-        seen = self.placed.get(start.stream, start.last_attempt_seen)
-        again = replace(start, stream=StreamId(self.next_id()), last_attempt_seen=seen)
+        closed = self.closed.get(start.spec.request_id, Attempt(0))
+        seen = max(closed, self.placed.get(start.stream, start.last_attempt_seen))
+        again = replace(start, stream=StreamId(self.next_id()), last_attempt_seen=seen, last_attempt_closed=closed)
         self.starts[start.spec.request_id] = again
         self.step(again)
         if start.stream not in self.outcomes:
@@ -327,8 +365,7 @@ class World:
         self.step(SessionOpened(session=session, facts=worker.facts(), epoch_seen=Epoch(0)))
         for told in tuple(worker.unacked):
             self.step(replace(told, session=session))
-        held = tuple(InventoryEntry(key=key, state=SequenceState.RUNNING, attach_ticket=b"t") for key in worker.held)
-        self.step(InventoryTold(session=session, entries=held))
+        self.step(InventoryTold(session=session, entries=worker.inventory()))
         self.beat(worker)
 
     def dial_broken(self) -> None:
@@ -363,17 +400,26 @@ class World:
                 return
             if worker.role is Role.PREFILL:
                 self.say(worker, worker.report(key, PrefillDoneTold()))
-            elif len(entry.record.holds) < 2:
+            elif worker.states[key] is SequenceState.WAITING_KV and len(entry.record.holds) < 2:
+                if entry.record.is_adopted:  # the prefill worker has let go of it: the reservation's lease ends
+                    worker.bury(key)
+                    failed = AttemptFailedTold(error=ServingError(ErrorCode.KV_TRANSFER_FAILED, "no sign"))
+                    self.say(worker, worker.report(key, failed))
                 return  # no KV before Prefill was sent
+            elif worker.states[key] is SequenceState.DONE:
+                return  # told already
             elif what == 0:
+                worker.states[key] = SequenceState.RUNNING
                 self.say(worker, worker.report(key, KvCommittedTold()))
             elif what == 1:
+                worker.states[key] = SequenceState.DONE
                 done = SequenceDoneTold(finish_reason=FinishReason.STOP, completion_tokens=1)
                 self.say(worker, worker.report(key, done))
             elif what == 2:
-                del worker.held[key]
+                worker.bury(key)
                 self.say(worker, worker.report(key, PreemptedTold()))
             else:
+                worker.bury(key)
                 failed = AttemptFailedTold(error=ServingError(ErrorCode.KV_TRANSFER_FAILED, "x"))
                 self.say(worker, worker.report(key, failed))
 
@@ -392,15 +438,54 @@ class World:
         if self.writes:
             effect = self.writes.popleft()
             stored = effect.stored
-            error = ErrorCode.STATE_UNAVAILABLE if self.is_redis_away else None
+            error = ErrorCode.STATE_UNAVAILABLE if self.is_redis_away else self.keep(stored)
             self.step(Written(request_id=stored.request_id, attempt=stored.attempt, step=effect.step, error=error))
 
     def rewrite(self) -> None:
         if self.rewrites:
             records = self.rewrites.popleft().records
             written = () if self.is_redis_away else records
+            for stored in written:
+                self.keep(stored)
             outcomes = frozenset(stored.request_id for stored in written if stored.state.is_terminal)
             self.step(StateRewritten(outcomes=outcomes, is_complete=not self.is_redis_away))
+
+    def keep(self, stored: StoredRequest) -> ErrorCode | None:
+        """As the store's script does: an end stands."""
+        kept = self.store.get(stored.request_id)
+        if kept is not None and kept.state.is_terminal:
+            return None if stored.state.is_terminal else ErrorCode.STALE_ATTEMPT
+        self.store[stored.request_id] = stored
+        return None
+
+    # ---- the scheduler's end
+
+    def take_over(self, *, has_forgotten: bool) -> None:
+        """The scheduler dies: writes and streams are lost with it. Another one takes over, once Redis can be reached."""
+        self.is_redis_away = False
+        self.writes.clear()
+        self.rewrites.clear()
+        self.broken_streams |= {start.stream for start in self.starts.values()} - self.outcomes.keys()
+        for worker in self.workers:
+            worker.hang_up()
+        if has_forgotten:
+            self.store.clear()
+        live = [stored for stored in self.store.values() if not stored.state.is_terminal]
+        live.sort(key=lambda stored: (stored.admitted_unix_ms, stored.request_id))
+        self.core = SchedulerCore(LIMITS, Epoch(self.core.epoch + 1))
+        records = tuple(replace(stored, epoch=self.core.epoch) for stored in live)
+        self.store |= {stored.request_id: stored for stored in records}
+        self.ended.clear()
+        self.released.clear()
+        self.step(RecordsFound(records=records))
+        self.step(Ticked())
+
+    def take_over_at_once(self, *, has_forgotten: bool) -> None:
+        """And everyone finds it, the youngest request's gateway first."""
+        self.take_over(has_forgotten=has_forgotten)
+        for number in range(len(self.starts), 0, -1):
+            self.dial_stream(number)
+        self.dial_broken()
 
     # ---- time
 
@@ -469,6 +554,8 @@ class World:
                 self.pause(6.0)
             case _:
                 {
+                    "take over": lambda: self.take_over(has_forgotten=first == 2),
+                    "take over at once": lambda: self.take_over_at_once(has_forgotten=first == 2),
                     "write": self.write,
                     "rewrite": self.rewrite,
                     "redis away": self.lose_redis,
