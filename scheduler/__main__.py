@@ -14,8 +14,8 @@ from scheduler.reaper import reap, take_over_records
 from scheduler.service import Identity, SchedulerService
 from scheduler.transcript import Transcript
 from shared.aio.scope import cancel_and_wait, spawn, stop_when
-from shared.domain.errors import ServingError
-from shared.domain.request import Role
+from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.request import Role, StoredRequest
 from shared.process import Process, run
 from shared.rpc.server import RunningServer, serve
 from shared.state.cancellation import Cancellations
@@ -26,6 +26,7 @@ from shared.state.requests import RequestStore
 from shared.wire import scheduler_pb2_grpc
 
 SERVICE_NAME = "firsttoken.v1.Scheduler"
+LOOK_AGAIN_S = 0.2  # a store that does not answer has been waited for before
 # Short answers end under this scheduler; whatever lasts longer is adopted by the next one. New requests wait for it, at
 # most 10 s, so that this must be short.
 HAND_OVER_S = 2.0
@@ -85,9 +86,8 @@ async def _be_active(
     server: RunningServer,
     keeper: LeaseKeeper,
 ) -> None:
-    await client.check_eviction_policy()
     store, cancels = RequestStore(client), Cancellations(client)
-    records = await take_over_records(store, keeper.epoch)
+    records = await _look_around(client, store, keeper)
     core = SchedulerCore(config.core_limits, keeper.epoch)
     folder = config.core_transcripts
     driver = Driver(
@@ -125,6 +125,21 @@ async def _be_active(
         driver.hang_up()
         for task in (replaced, writes):
             await cancel_and_wait(task)
+
+
+async def _look_around(client: StateClient, store: RequestStore, keeper: LeaseKeeper) -> tuple[StoredRequest, ...]:
+    """What an earlier scheduler left, once Redis says so: it may go away again behind the lease that it has given."""
+    while True:
+        try:
+            await client.check_eviction_policy()
+            return await take_over_records(store, keeper.epoch)
+        except ServingError as error:
+            if error.code is not ErrorCode.STATE_UNAVAILABLE:
+                raise
+        await keeper.step()
+        if keeper.state is not LeaseState.ACTIVE:
+            raise Replaced("the lease is lost")
+        await asyncio.sleep(LOOK_AGAIN_S)
 
 
 async def _reap_while_active(driver: Driver, keeper: LeaseKeeper, cancels: Cancellations, store: RequestStore) -> None:

@@ -1,5 +1,6 @@
 """Everything breaks at random moments, by a seed. Each request has one end, no answer is wrong, nothing leaks."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,26 @@ from tests.support.chaos_schedule import Schedule
 RUN_S = 240.0  # of a long run: long enough for faults to meet, short enough to be looked at
 SHORT_RUN_S = 50.0
 SHORT_SEEDS = (1, 2)  # odd ones bring KV by shared memory, even ones by grpc
+MODEL_LOAD = 0.2  # two cores compute some 100 tokens a second
 # Set-up, the last answers, and the wait for what was killed last.
-OVERHEAD_S = 180.0
+OVERHEAD_S = 300.0
+
+
+def is_model(config: pytest.Config) -> bool:
+    """What was asked for."""
+    return bool(config.getoption("--chaos-model", default=False))
 
 
 def schedules(config: pytest.Config) -> list[Schedule]:
     """The short runs of the test suite, or what was asked for."""
-    minutes, seed = config.getoption("--chaos-minutes", None), config.getoption("--chaos-seed", None)
+    load = MODEL_LOAD if is_model(config) else 1.0
+    minutes, seed = config.getoption("--chaos-minutes", default=None), config.getoption("--chaos-seed", default=None)
     if minutes is None and seed is None:
-        return [chaos_schedule.plan(seed, SHORT_RUN_S) for seed in SHORT_SEEDS]
+        return [chaos_schedule.plan(seed, SHORT_RUN_S, load=load) for seed in SHORT_SEEDS]
     left_s, seed = 60.0 * (minutes or SHORT_RUN_S / 60.0), seed or 1
     found: list[Schedule] = []
     while left_s > 0:
-        found.append(chaos_schedule.plan(seed + len(found), min(RUN_S, left_s)))
+        found.append(chaos_schedule.plan(seed + len(found), min(RUN_S, left_s), load=load))
         left_s -= RUN_S
     return found
 
@@ -35,15 +43,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.timeout(RUN_S + OVERHEAD_S)
-async def test_one_end_for_each_request_and_nothing_lost_wrong_or_leaked(schedule: Schedule, tmp_path: Path) -> None:
+async def test_one_end_for_each_request_and_nothing_lost_wrong_or_leaked(
+    schedule: Schedule, with_model: bool, tmp_path: Path
+) -> None:
     """Workers and scheduler are killed and stopped, links cut and slowed, Redis taken away, clients leave."""
-    bodies = {each.number: (each.script.body(), each.script.text()) for each in schedule.questions}
     with chaos_verdict.schedule_shown_if_it_fails(schedule):
-        async with chaos_run.stage(schedule, tmp_path) as stage:
-            done = await chaos_run.play(stage, schedule, bodies)
+        async with chaos_run.stage(schedule, tmp_path, is_scripted=not with_model) as stage:
+            if with_model:
+                answers = await chaos_run.model_answers(stage.cluster, schedule)
+            else:
+                answers = chaos_run.scripted_answers(schedule)
+            done = await chaos_run.play(stage, schedule, answers)
             problems, figures = chaos_verdict.judge(done)
-        assert [] == problems, again(schedule)
+            if problems:
+                shutil.copytree(done.log_folder, tmp_path / "logs")
+        assert not problems, "\n".join([again(schedule), f"logs and transcripts: {tmp_path}", *problems])
     chaos_verdict.show(schedule, figures)
+
+
+@pytest.fixture
+def with_model(request: pytest.FixtureRequest) -> bool:
+    """The default model in place of the scripted answers."""
+    return is_model(request.config)
 
 
 def again(schedule: Schedule) -> str:

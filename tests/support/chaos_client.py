@@ -12,6 +12,8 @@ from tests.support.chat import CHAT_PATH, ChatRecord
 from tests.support.http_client import HttpStream, exchange, open_request
 
 CUT_CHARACTER = "\ufffd"  # at most one, at the very end of an answer that ended inside a character
+# Far above what a request may take that loses workers and waits for new ones, on a machine that does other things too.
+ENDS_WITHIN_S = 150.0
 
 
 class End(StrEnum):
@@ -72,7 +74,8 @@ class Client:
         try:
             match question.fate:
                 case Fate.READ:
-                    await self._read(question, body, seen)
+                    async with asyncio.timeout(ENDS_WITHIN_S):
+                        await self._read(question, body, seen)
                 case Fate.LEAVE:
                     await self._read_for(question, body, seen)
                 case Fate.DELETE:
@@ -81,7 +84,7 @@ class Client:
                         await self._read(question, body, seen)
                         deleting.cancel()
         except* TimeoutError:
-            seen.end, seen.detail = End.WRONG, "no byte and no end for a long time"
+            seen.end, seen.detail = End.WRONG, f"no end in {ENDS_WITHIN_S} s"
         except* (ConnectionError, EOFError) as errors:
             seen.end, seen.detail = End.CUT, type(errors.exceptions[0]).__name__
         except* (AssertionError, ValueError, LookupError) as errors:
@@ -94,7 +97,9 @@ class Client:
         port = self._proxy_port if question.by_proxy else self._port
         whole = {**body, "stream": question.is_stream}
         headers = {"X-Request-Id": seen.client_request_id}
-        async with open_request(port, "POST", CHAT_PATH, body=whole, headers=headers) as stream:
+        async with open_request(
+            port, "POST", CHAT_PATH, body=whole, headers=headers, patience_s=ENDS_WITHIN_S
+        ) as stream:
             try:
                 await _read_answer(question, stream, seen)
             except BaseException:

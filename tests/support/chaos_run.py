@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +15,25 @@ from tests.support.chaos_schedule import Fault, FaultKind, Question, Schedule
 from tests.support.chat import ask
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.redis_server import RedisServer, own_redis
-from tests.support.script import counting
 from tests.support.tcp_proxy import TcpProxy, tcp_proxy
 
 CHILD_NAME = "FIRSTTOKEN_WORKER_ID"  # `up` gives it to every service
 SLOW_LINK_S = 0.1
+REDIS_LOOK_S = 0.1
+REDIS_SLOW_S = 0.2  # services wait 0.5 s; that they wait at all shows here first
 SETTLES_WITHIN_S = 60.0  # a lost worker 5 s, `up`'s longest pause before a restart 10 s, a start on a busy machine
 CROWD = 16
+TOPICS = ("rivers", "the moon", "bread", "a fox", "numbers", "winter", "bridges", "tea")
+MODEL_TOKENS = 60
 POOL_MIB = 1  # far below what the requests of a busy second come to: blocks run short
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A body and the text of its right answer."""
+
+    body: dict[str, Any]
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,32 +76,55 @@ async def stage(schedule: Schedule, transcripts: Path, *, is_scripted: bool = Tr
             yield Stage(cluster=cluster, redis=redis, proxy=proxy, transcripts=transcripts)
 
 
-async def crowd(cluster: Cluster) -> None:
-    """So many answers at once, each exact: what the system does when nothing is wrong."""
-    scripts = [counting(20 + number) for number in range(CROWD)]
+def scripted_answers(schedule: Schedule) -> list[Asked]:
+    """Bodies and right answers of a schedule's questions: known before they are asked."""
+    return [Asked(body=each.script.body(), text=each.script.text()) for each in schedule.questions]
+
+
+async def model_answers(cluster: Cluster, schedule: Schedule) -> list[Asked]:
+    """The same for a model: a few questions, greedy and seeded, whose answers are those of the system at rest."""
+    told: list[Asked] = []
+    for number, topic in enumerate(TOPICS):
+        chosen = {"temperature": 0} if number % 2 == 0 else {"temperature": 0.9, "seed": number, "top_p": 0.95}
+        messages = [{"role": "user", "content": f"Tell me about {topic}."}]
+        body = {"model": "default", "messages": messages, "max_tokens": MODEL_TOKENS, **chosen}
+        answer = await ask(cluster.port, body)
+        told.append(Asked(body=body, text=answer["choices"][0]["message"]["content"]))
+    return [told[each.number % len(told)] for each in schedule.questions]
+
+
+async def crowd(cluster: Cluster, asked: Sequence[Asked]) -> None:
+    """Some answers at once, each exact: what the system does when nothing is wrong."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(ask(cluster.port, script.body())) for script in scripts]
+        tasks = [group.create_task(ask(cluster.port, each.body)) for each in asked[:CROWD]]
     said = [task.result()["choices"][0]["message"]["content"] for task in tasks]
-    assert [script.text() for script in scripts] == said
+    assert [each.text for each in asked[:CROWD]] == said
 
 
-async def play(stage: Stage, schedule: Schedule, bodies: Mapping[int, tuple[dict[str, Any], str]]) -> Done:
+async def play(stage: Stage, schedule: Schedule, answers: Sequence[Asked]) -> Done:
     """Plays the schedule; afterwards everything works again and nothing has leaked. Raises AssertionError if not.
 
-    `bodies`: number of a question -> what is asked and what must be answered.
+    `answers`: for each of the schedule's questions what is asked and what must be answered.
     """
     cluster = stage.cluster
-    await crowd(cluster)
+    await crowd(cluster, answers)
     log_folder, baseline = cluster.log_folder, await leaks.capture(cluster)
     assert log_folder is not None
     client = Client(port=cluster.port, proxy_port=stage.proxy.port, name=f"chaos-{schedule.seed}")
     faults = Faults(stage)
+    pauses: list[Fault] = []
     async with asyncio.TaskGroup() as group:
         faulty = [group.create_task(_apply(client, faults, fault)) for fault in schedule.faults]
-        asked = [group.create_task(_ask(client, question, *bodies[question.number])) for question in schedule.questions]
-    applied = [fault for fault, task in zip(schedule.faults, faulty, strict=True) if task.result()]
+        asked = [
+            group.create_task(_ask(client, question, each))
+            for question, each in zip(schedule.questions, answers, strict=True)
+        ]
+        watching = group.create_task(_watch_redis(client, stage.redis, pauses))
+        await asyncio.wait([*faulty, *asked])
+        watching.cancel()
+    applied = [fault for fault, task in zip(schedule.faults, faulty, strict=True) if task.result()] + pauses
     await cluster.wait_ready(within_s=SETTLES_WITHIN_S)
-    await crowd(cluster)
+    await crowd(cluster, answers)
     await leaks.assert_no_leaks(cluster, baseline, within_s=SETTLES_WITHIN_S)
     return Done(
         schedule=schedule,
@@ -106,9 +140,25 @@ async def _apply(client: Client, faults: "Faults", fault: Fault) -> bool:
     return await faults.apply(fault)
 
 
-async def _ask(client: Client, question: Question, body: dict[str, Any], expected: str) -> Seen:
+async def _ask(client: Client, question: Question, asked: Asked) -> Seen:
     await client.wait_until(question.at_s)
-    return await client.ask(question, body, expected)
+    return await client.ask(question, asked.body, asked.text)
+
+
+async def _watch_redis(client: Client, redis: RedisServer, pauses: list[Fault]) -> None:
+    """Notes when Redis did not answer in time, whatever the reason: on a busy machine it need not be a fault of ours."""
+    while True:
+        begun_s = client.now_s
+        with suppress(OSError, asyncio.IncompleteReadError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", redis.port)
+            try:
+                writer.write(b"PING\r\n")
+                await reader.readuntil(b"\n")
+            finally:
+                writer.transport.abort()
+        if client.now_s - begun_s > REDIS_SLOW_S:
+            pauses.append(Fault(at_s=begun_s, kind=FaultKind.REDIS_FREEZE, lasts_s=client.now_s - begun_s))
+        await asyncio.sleep(REDIS_LOOK_S)
 
 
 class Faults:

@@ -17,7 +17,7 @@ REQUESTS_PER_S = 2.5
 # So many long answers at once, now and then: together they need more blocks than the workers have.
 CROWD = 14
 CROWD_EVERY_S = 25.0
-CROWD_REPEAT = 70
+CROWD_REPEAT = 50
 # One character over two or three tokens, of each length that UTF-8 has: a lost or doubled token breaks it.
 SPLIT_CHARACTERS: tuple[tuple[bytes, ...], ...] = (
     (b"\xc3", b"\xa9"),
@@ -151,7 +151,7 @@ def _of_a_crowd(choose: random.Random, at_s: float, number: int) -> Question:
         at_s=at_s + 0.2 * choose.random(),
         number=number,
         script=_script(choose, number, repeat=CROWD_REPEAT, num_words=30, step_ms=1),
-        is_stream=choose.random() < 0.8,
+        is_stream=True,
         by_proxy=choose.random() < 0.2,
         fate=Fate.READ,
     )

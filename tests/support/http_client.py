@@ -35,7 +35,10 @@ class HttpAnswer:
 class HttpStream:
     """An answer whose body is read piece by piece. Header names are lower case."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, patience_s: float = READ_TIMEOUT_S
+    ) -> None:
+        self._patience_s = patience_s
         self._reader = reader
         self._writer = writer
         self._splitter = BlockSplitter()
@@ -45,7 +48,7 @@ class HttpStream:
 
     async def read_head(self) -> None:
         """Reads status and headers."""
-        async with asyncio.timeout(READ_TIMEOUT_S):
+        async with asyncio.timeout(self._patience_s):
             head = await self._reader.readuntil(b"\r\n\r\n")
         status_line, *header_lines = head.decode("latin-1").split("\r\n")[:-2]
         self.status = int(status_line.split(" ")[1])
@@ -61,7 +64,7 @@ class HttpStream:
             return
         missing = int(self.headers.get("content-length", "0"))
         while missing:
-            async with asyncio.timeout(READ_TIMEOUT_S):
+            async with asyncio.timeout(self._patience_s):
                 piece = await self._reader.read(min(missing, READ_BYTES))
             if not piece:
                 raise ConnectionCut(f"{missing} bytes of the body are missing")
@@ -70,7 +73,7 @@ class HttpStream:
 
     async def _chunk(self) -> bytes:
         try:
-            async with asyncio.timeout(READ_TIMEOUT_S):
+            async with asyncio.timeout(self._patience_s):
                 size = int(await self._reader.readuntil(b"\r\n"), 16)
                 return (await self._reader.readexactly(size + 2))[:-2]
         except (asyncio.IncompleteReadError, ConnectionResetError) as error:
@@ -140,10 +143,12 @@ async def open_request(
     raw_body: bytes | None = None,
     headers: Mapping[str, str | None] | None = None,
     receive_buffer: int | None = None,
+    patience_s: float = READ_TIMEOUT_S,
 ) -> AsyncGenerator[HttpStream]:
     """Sends one request and reads the head of its answer. Leaving the context closes the connection.
 
     A header whose value is None is not sent. `receive_buffer` bounds what this client takes in without reading: for the tests with a slow reader.
+    `patience_s` is the longest silence.
     """
     content = raw_body if raw_body is not None else b"" if body is None else json.dumps(body).encode()
     raw = socket.socket()
@@ -157,7 +162,7 @@ async def open_request(
     except BaseException:
         raw.close()
         raise
-    stream = HttpStream(reader, writer)
+    stream = HttpStream(reader, writer, patience_s)
     try:
         sent: dict[str, str | None] = {"Host": f"{LOOPBACK}:{port}", "Connection": "close"}
         sent["Content-Length"] = str(len(content))

@@ -45,7 +45,10 @@ class TcpProxy:
                 self.num_refused += 1
                 self.refused.set()
                 return
-            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+            try:
+                up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+            except OSError:
+                return  # nobody is there: that is what our client sees, too
             self._writers.add(up_writer)
             gate = asyncio.Event()
             gate.set()

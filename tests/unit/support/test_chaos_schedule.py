@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.support.chaos_schedule import CROWD, FIRST_FAULT_S, SETTLE_S, FaultKind, plan
+from tests.support.chaos_schedule import CROWD, CROWD_REPEAT, FIRST_FAULT_S, SETTLE_S, FaultKind, plan
 
 
 def test_the_same_seed_is_the_same_run_in_every_process() -> None:
@@ -44,11 +44,11 @@ def test_all_kinds_and_all_processes_have_their_turn() -> None:
     names = {"", "scheduler-0", "gateway-0", "prefill-0", "prefill-1", "decode-0", "decode-1"}
     assert names == {fault.target for fault in faults}
     for run in runs:
-        assert 2 * CROWD == Counter(question.script.repeat for question in run.questions)[70]
+        assert 2 * CROWD == Counter(question.script.repeat for question in run.questions)[CROWD_REPEAT]
 
 
 def test_a_lighter_load_has_fewer_questions_and_no_crowds() -> None:
     """For a model, which takes its time."""
     light = plan(3, 60.0, load=0.1)
     assert 3 <= len(light.questions) < 40
-    assert 0 == Counter(question.script.repeat for question in light.questions)[70]
+    assert 0 == Counter(question.script.repeat for question in light.questions)[CROWD_REPEAT]
