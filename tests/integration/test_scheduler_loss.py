@@ -1,0 +1,213 @@
+"""The scheduler dies, stands still, is replaced: what runs does not feel it, and nothing and nobody is lost or doubled."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support import leaks, processes
+from tests.support.cancelling import live, wait_for_state
+from tests.support.chat import ChatRecord, ask, collect
+from tests.support.cluster import Cluster, ClusterPlan, Service
+from tests.support.http_client import HttpStream
+from tests.support.polling import eventually
+from tests.support.script import Script, counting, padded
+
+# Until its lease has run out (3 s), the new process has started, workers and gateways have dialled; and a busy machine.
+BACK_WITHIN_S = 30.0
+ANSWER_WITHIN_S = 90.0
+STOP_WITHIN_S = 10.0
+MAX_MORE_GAP_S = 1.0  # what the end of a scheduler may add to the time between two tokens of a running answer
+STEP_MS = 20
+USAGE = {"stream_options": {"include_usage": True}}
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def own_system() -> Generator[Cluster]:
+    """One prefill and one decode worker."""
+    with ClusterPlan().scripted().start() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def system(own_system: Cluster) -> AsyncGenerator[Cluster]:
+    """Ready and warm before each test; whole and without leaks after it."""
+    await own_system.wait_ready(within_s=BACK_WITHIN_S)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(ask(own_system.port, counting(3).body()))
+    baseline = await leaks.capture(own_system)
+    yield own_system
+    await own_system.wait_ready(within_s=BACK_WITHIN_S)
+    await leaks.assert_no_leaks(own_system, baseline, within_s=BACK_WITHIN_S)
+
+
+async def scheduler_of(cluster: Cluster) -> Service:
+    """The active one, as the gateway finds it."""
+    return (await cluster.status()).one("scheduler")
+
+
+async def wait_replaced(cluster: Cluster, old: Service) -> Service:
+    """Another one is active."""
+    return await eventually(
+        lambda: scheduler_of(cluster),
+        lambda active: active.live_pid != old.live_pid,
+        within_s=BACK_WITHIN_S,
+        what="another scheduler is active",
+    )
+
+
+def check(script: Script, record: ChatRecord) -> None:
+    """Every token once and in order, counted once."""
+    assert None is record.error
+    assert (script.text(), "stop") == (record.text, record.finish_reason)
+    usage = record.usage or {}
+    assert (script.num_prompt_tokens, script.num_pieces + 1) == (usage["prompt_tokens"], usage["completion_tokens"])
+
+
+def longest_gap(times: Sequence[float]) -> float:
+    """Between two deltas, in seconds."""
+    return max(later - earlier for earlier, later in pairwise(times))
+
+
+def check_not_paused(record: ChatRecord, *, num_before: int, took_s: float) -> None:
+    """No longer between two tokens than before, plus a second; and it has run while there was no scheduler."""
+    before, after = record.delta_times[:num_before], record.delta_times[num_before - 1 :]
+    assert longest_gap(after) <= longest_gap(before) + MAX_MORE_GAP_S
+    assert sum(1 for at in after if at - before[-1] <= took_s) > took_s / (MAX_MORE_GAP_S + longest_gap(before))
+
+
+def long_prompt(number: int) -> Script:
+    """More than two of them is more than a prefill worker is given ahead."""
+    return padded([f"p{number} ", "x"], num_prompt_tokens=700, prefill_ms=1500)
+
+
+@asynccontextmanager
+async def crowd(cluster: Cluster) -> AsyncGenerator[tuple[list[Script], list[HttpStream], list[ChatRecord]]]:
+    """Three answers that run, with ten words read of each; behind them eight prompts: two or so in prefill, the rest queued."""
+    running = [counting(900 + number, step_ms=STEP_MS) for number in range(3)]
+    async with AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(live(cluster, script, **USAGE)) for script in running]
+        records = [await collect(stream, until_deltas=10) for stream in streams]
+        prompts = [long_prompt(number) for number in range(8)]
+        for script in prompts:  # one after the other: that is their order
+            streams.append(await stack.enter_async_context(live(cluster, script, **USAGE)))
+            records.append(ChatRecord(request_id=streams[-1].headers["x-firsttoken-request"]))
+        await wait_for_state(cluster, "queued", 4)
+        yield [*running, *prompts], streams, records
+
+
+async def finish(scripts: list[Script], streams: list[HttpStream], records: list[ChatRecord]) -> None:
+    """All to their ends, exact."""
+    async with asyncio.timeout(ANSWER_WITHIN_S), asyncio.TaskGroup() as group:
+        for stream, record in zip(streams, records, strict=True):
+            group.create_task(collect(stream, record=record))
+    for script, record in zip(scripts, records, strict=True):
+        check(script, record)
+
+
+async def test_a_killed_scheduler_is_not_felt(system: Cluster) -> None:
+    """kill -9 under answers that run, are in prefill, and wait: those that run do not pause, the queue keeps its order."""
+    clock = asyncio.get_running_loop()
+    async with crowd(system) as (scripts, streams, records):
+        old = await scheduler_of(system)
+        killed_at = clock.time()
+        os.kill(old.live_pid, signal.SIGKILL)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(finish(scripts, streams, records))
+            await wait_replaced(system, old)
+            took_s = clock.time() - killed_at
+    for record in records[:3]:
+        check_not_paused(record, num_before=10, took_s=took_s)
+    firsts = [record.delta_times[0] for record in records[3:]]
+    assert sorted(firsts) == firsts
+
+
+async def test_clients_leave_while_there_is_no_scheduler(system: Cluster) -> None:
+    """One that runs, one in prefill and one that waits: each is cancelled by the next one, and everything is given back."""
+    async with crowd(system) as (scripts, streams, records):
+        old = await scheduler_of(system)
+        os.kill(old.live_pid, signal.SIGKILL)
+        for number in (10, 3, 0):
+            streams[number].cut()
+            del scripts[number], streams[number], records[number]
+        await finish(scripts, streams, records)
+
+
+async def test_scheduler_and_workers_die_together(system: Cluster) -> None:
+    """What was placed is found nowhere by the new one: it goes on behind the words that were read."""
+    status = await system.status()
+    async with crowd(system) as (scripts, streams, records):
+        for role in ("scheduler", "decode", "prefill"):
+            os.kill(status.one(role).live_pid, signal.SIGKILL)
+        await finish(scripts, streams, records)
+
+
+async def test_a_request_that_comes_without_a_scheduler_waits_for_one(system: Cluster) -> None:
+    """Before its headers, as long as a restart takes."""
+    old = await scheduler_of(system)
+    os.kill(old.live_pid, signal.SIGKILL)
+    script = counting(5)
+    answer = await ask(system.port, script.body())
+    assert script.text() == answer["choices"][0]["message"]["content"]
+
+
+@contextmanager
+def standby(of: Service) -> Generator[subprocess.Popen[bytes]]:
+    """A second scheduler beside a running one: its settings, other ports, and the lease rules of several."""
+    pairs = Path(f"/proc/{of.live_pid}/environ").read_bytes().rstrip(b"\0").split(b"\0")
+    environ = dict(pair.decode().split("=", 1) for pair in pairs) | {"FIRSTTOKEN_LEASE_ABSENT_S": "3"}
+    command = processes.command_line(of.live_pid).split()
+    process = subprocess.Popen(
+        command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+async def test_a_standby_replaces_one_that_stands_still(system: Cluster) -> None:
+    """SIGSTOP: the standby takes over within the lease rules; woken, the old one is refused everywhere and exits."""
+    clock = asyncio.get_running_loop()
+    old = await scheduler_of(system)
+    with standby(old) as other:
+        async with crowd(system) as (scripts, streams, records):
+            with processes.frozen(old.live_pid) as thaw:
+                stopped_at = clock.time()
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(finish(scripts, streams, records))
+                    active = await wait_replaced(system, old)
+                    took_s = clock.time() - stopped_at
+                    assert other.pid == active.live_pid
+                    thaw()
+                    await eventually(
+                        lambda: command_line(old),
+                        lambda command: not command,
+                        within_s=STOP_WITHIN_S,
+                        what="the old one has ended",
+                    )
+        for record in records[:3]:
+            check_not_paused(record, num_before=10, took_s=took_s)
+        firsts = [record.delta_times[0] for record in records[3:]]
+        assert sorted(firsts) == firsts
+        assert other.pid == (await scheduler_of(system)).live_pid
+        os.kill(other.pid, signal.SIGTERM)  # it hands over to the one that `up` has started again
+        assert 0 == await asyncio.to_thread(other.wait, STOP_WITHIN_S)
+
+
+async def command_line(service: Service) -> str:
+    """Empty when it has ended."""
+    return processes.command_line(service.live_pid)
