@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AsyncExitStack
 
 import pytest
@@ -50,9 +50,15 @@ async def find(cluster: Cluster, child_id: str) -> Service:
     answer = await exchange(port, "GET", "/status")
     assert 200 == answer.status, answer.body
     found = parse_status(answer.json()).of_role(role)
-    if role == "gateway":
-        return next(each for each in found if each.admin_port == port)
-    return found[0] if role == "scheduler" else next(each for each in found if each.id == child_id)
+    wanted: dict[str, Callable[[Service], bool]] = {
+        "gateway": lambda each: each.admin_port == port,
+        "scheduler": lambda _: True,
+    }
+    is_it = wanted.get(role, lambda each: each.id == child_id)
+    for service in found:
+        if is_it(service):
+            return service
+    raise LookupError(child_id)
 
 
 async def wait_restarted(cluster: Cluster, old: Service, child_id: str) -> None:

@@ -26,6 +26,7 @@ class RunningGateway:
     """`port` is the HTTP port."""
 
     gateway: Gateway
+    server: GatewayServer
     backend: FakeBackend
     metrics: Metrics
     port: int
@@ -58,7 +59,9 @@ async def running_gateway(
                 async with asyncio.TaskGroup() as group:
                     task = group.create_task(server.serve(sockets=[sock]))
                     try:
-                        yield RunningGateway(gateway=gateway, backend=backend, metrics=metrics, port=port)
+                        yield RunningGateway(
+                            gateway=gateway, server=server, backend=backend, metrics=metrics, port=port
+                        )
                     finally:
                         # Not by its own shutdown, which looks around ten times a second.
                         await cancel_and_wait(task)

@@ -87,3 +87,32 @@ def test_a_done_one_is_forgotten_where_nobody_asks(table: Table) -> None:
     table.step(left=(row.key,))
     assert lapsed(row, table.clock.monotonic() + DONE_KEPT_S - 0.1) is None
     assert Lapse.FORGOTTEN is lapsed(row, table.clock.monotonic() + DONE_KEPT_S)
+
+
+def test_the_sweep_does_what_is_decided(table: Table) -> None:
+    """A late sequence fails with the code of the deadline, and gives its blocks back once the engine has let go."""
+    row = running(table, timeout_ms=2_000)
+    table.service.sweep()
+    table.clock.advance(2.0)
+    table.service.sweep()
+    table.step(left=(row.key,))
+    failed = [event for event in table.events.posted if event.WhichOneof("event") == "attempt_failed"]
+    assert ["DEADLINE_EXCEEDED"] == [event.attempt_failed.error.code for event in failed]
+    assert 0 == table.service.block_counts()["active"]
+
+
+def test_a_drain_hands_over_what_has_not_ended(table: Table) -> None:
+    """Waiting, running, or ended and not read to its end; what is told as done, or aborted, is left alone."""
+    waiting = table.reserve("a")
+    begun = table.running(table.reserve("b"))
+    reader = Reader()
+    done = table.running(table.reserve("c", max_tokens=2, prompt=(1, 2, 3, 4)))
+    table.service.attach(done.key, ticket=done.attach_ticket, from_index=1, reader=reader)
+    table.step(tokens=(token(done.key, 2, FinishReason.LENGTH),))
+    table.service.ack(done.key, 2, reader)
+    table.service.hand_over()
+    preempted = [event.key.request_id for event in table.events.posted if event.WhichOneof("event") == "preempted"]
+    assert ["a", "b"] == preempted
+    table.step(left=(begun.key, done.key))
+    assert table.service.is_idle
+    assert not isinstance(table.service.find(waiting), HeldSequence)

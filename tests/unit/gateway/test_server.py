@@ -18,9 +18,9 @@ from gateway.server import (
     GatewayServer,
 )
 from shared.obs.admin import bind
-from tests.support.chat import CHAT_PATH
+from tests.support.chat import CHAT_PATH, collect
 from tests.support.gateway_app import RunningGateway, running_gateway
-from tests.support.http_client import HttpAnswer, HttpStream
+from tests.support.http_client import HttpAnswer, HttpStream, open_request
 from tests.support.script import counting
 
 
@@ -169,3 +169,37 @@ async def test_a_request_that_does_not_end_closes_its_connection(monkeypatch: py
         assert await stream.is_at_end()
 
     assert 200 == answer.status
+
+
+async def test_a_server_that_stops_listening_still_serves_who_has_connected() -> None:
+    """A new connection is refused; one that is open may still ask, and is closed when it has its answer."""
+    async with running_gateway() as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        async with asyncio.timeout(10):
+            while not running.server.server_state.connections:
+                await asyncio.sleep(0)
+        running.server.stop_listening()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: h\r\n\r\n")
+        head = await reader.readuntil(b"\r\n")
+        running.server.close_idle()
+        async with asyncio.timeout(10):
+            await reader.read()  # to its end
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 200")
+
+
+async def test_an_answer_under_way_is_not_closed_with_the_idle_connections() -> None:
+    """It ends well, and its connection with it."""
+    script = counting(8)
+    async with running_gateway() as running:
+        running.backend.max_tokens_out = 2
+        body = {**script.body(), "stream": True}
+        async with open_request(running.port, "POST", CHAT_PATH, headers={"Connection": None}, body=body) as stream:
+            record = await collect(stream, until_deltas=2)
+            running.server.close_idle()
+            running.backend.let_out(None)
+            await collect(stream, record=record)
+            assert await stream.is_at_end()
+    assert (script.text(), "stop") == (record.text, record.finish_reason)

@@ -71,6 +71,7 @@ class Table:
         salt: int = 0,
         num_delivered: int = 0,
         distrust_cache: bool = False,
+        timeout_ms: int = 0,
     ) -> RequestKey:
         """A prompt; ten tokens take three of the four blocks. All prompts of one salt begin alike."""
         spec = RequestSpec(
@@ -81,7 +82,7 @@ class Table:
             kv_salt=salt,
         )
         prefill = scheduler_pb2.Prefill(
-            spec=spec_to_wire(spec), num_delivered=num_delivered, distrust_cache=distrust_cache
+            spec=spec_to_wire(spec), num_delivered=num_delivered, distrust_cache=distrust_cache, timeout_ms=timeout_ms
         )
         return self.command(name, prefill=prefill)
 
@@ -394,3 +395,36 @@ def test_a_cached_beginning_that_turned_out_wrong_is_computed_anew(table: Table)
     assert 8 == start
     assert 2 == again.computed_tokens
     table.pool.check_integrity()
+
+
+def test_a_prompt_whose_time_is_over_is_dropped(table: Table) -> None:
+    """Waiting or being computed; its blocks come back when the engine has let go."""
+    late = table.prefill("late", timeout_ms=2_000)
+    other = table.prefill("other", num_prompt_tokens=3, salt=1)
+    table.clock.advance(1.9)
+    table.service.sweep()
+    assert [] == failures(table)
+    table.clock.advance(0.1)
+    table.service.sweep()
+    assert [("late", "DEADLINE_EXCEEDED")] == failures(table)
+    assert table.engine.commands[-1] == DropPrompt(key=late)
+    table.step(dropped=(late,))
+    assert [other] == [job.key for job in table.senders.jobs if not job.stopped.is_set()]
+
+
+def test_a_drain_hands_over_what_is_not_with_decode(table: Table) -> None:
+    """With a code that sends it to another worker."""
+    key = table.prefill("r")
+    table.service.hand_over()
+    table.step(dropped=(key,))
+    assert [("r", "DRAINING")] == failures(table)
+    assert table.service.is_idle
+
+
+def failures(table: Table) -> list[tuple[str, str]]:
+    """Request and code of each attempt that failed."""
+    return [
+        (event.key.request_id, event.attempt_failed.error.code)
+        for event in table.events.posted
+        if event.WhichOneof("event") == "attempt_failed"
+    ]

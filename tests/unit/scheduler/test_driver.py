@@ -181,3 +181,29 @@ async def test_an_unknown_request_is_released(driver: Driver) -> None:
     driver.step(Ticked())
     driver.step(CancelAsked(request_id=RequestId("r1"), reason=CancelReason.DELETE))
     assert await driver.wait_released(RequestId("r1"), ANSWER_S)
+
+
+async def test_written_tells_whether_a_record_is_on_its_way(driver: Driver, store: SlowStore) -> None:
+    """A scheduler that is stopped waits for it."""
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(driver.run())
+        assert driver.written.is_set()
+        start(driver)
+        assert not driver.written.is_set()
+        await until(lambda: store.begun)
+        assert not driver.written.is_set()
+        store.gate.release()  # admitted; placed follows
+        await until(lambda: len(store.begun) == 2)
+        assert not driver.written.is_set()
+        store.gate.release()
+        async with asyncio.timeout(ANSWER_S):
+            await driver.written.wait()
+        task.cancel()
+
+
+async def test_hanging_up_ends_every_stream_and_session(driver: Driver) -> None:
+    """So that nobody waits for a scheduler that is gone."""
+    _, stream = driver.open_stream()
+    _, session = driver.open_session()
+    driver.hang_up()
+    assert [True, True] == [stream.is_closed, session.is_closed]
