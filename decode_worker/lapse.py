@@ -18,12 +18,14 @@ class Lapse(Enum):
     FORGOTTEN = "forgotten"
 
 
-def lapsed(row: HeldSequence, now: float) -> Lapse | ServingError | None:
+def lapsed(row: HeldSequence, now: float, *, has_lease: bool = True) -> Lapse | ServingError | None:
     """What has become of it by now; with an error it has failed. None = it goes on."""
     if row.release_epoch is not None or row.is_broken_off:
         return None  # it ends already
     if row.deadline is not None and now >= row.deadline and row.has_undelivered:
         return deadline_exceeded()
+    if not has_lease and row.stage is Stage.RECEIVING:
+        return ServingError(ErrorCode.KV_TRANSFER_FAILED, "no sign of the transfer")
     if row.is_parked and now - row.moved_at >= PARKED_S:
         return Lapse.PARKED
     if row.reader is not None or row.stage is Stage.RECEIVING:

@@ -61,14 +61,12 @@ class DecodeService:
         metrics: Metrics,
         log: FilteringBoundLogger,
     ) -> None:
-        self._worker_id = worker_id
-        self._incarnation = incarnation
+        self._worker_id, self._incarnation = worker_id, incarnation
         self._layout = layout
         self._eos_ids = eos_ids
         self._pool = pool
         self._max_rows = max_sequences * ROWS_A_SEQUENCE
-        self._outbox_tokens = outbox_tokens
-        self._outbox_bytes = outbox_bytes
+        self._outbox_tokens, self._outbox_bytes = outbox_tokens, outbox_bytes
         self._shares_answers = shares_answers
         self._transports = transports
         self._clock = clock
@@ -121,20 +119,15 @@ class DecodeService:
     def sweep(self) -> None:
         """Call it now and then: what ends without a message ends here."""
         now = self._clock.monotonic()
-        for key in self._reservations.expired(now):
-            row = self._rows[key]
-            if row.stage is Stage.RECEIVING:
-                self._fail(row, ServingError(ErrorCode.KV_TRANSFER_FAILED, "no sign of the transfer"))
+        expired = self._reservations.expired(now)
         for row in list(self._rows.values()):
-            match lapsed(row, now):
-                case ServingError() as error:
-                    self._fail(row, error)
-                case Lapse.PARKED:
-                    self._preempt(row, "parked")
-                case Lapse.FORGOTTEN:
-                    self._forget(row)
-                case None:
-                    pass
+            verdict = lapsed(row, now, has_lease=row.key not in expired)
+            if isinstance(verdict, ServingError):
+                self._fail(row, verdict)
+            elif verdict is Lapse.PARKED:
+                self._preempt(row, "parked")
+            elif verdict is Lapse.FORGOTTEN:
+                self._forget(row)
 
     def hand_over(self) -> None:
         """The time of the drain is over: whatever has not ended goes on at another worker."""
@@ -373,12 +366,9 @@ class DecodeService:
         if not secrets.compare_digest(ticket, row.attach_ticket):
             self._metrics.refused_total.add("bad_ticket")
             raise ServingError(ErrorCode.PERMISSION_DENIED, "the attach ticket is not of this attempt")
-        try:
-            row.read_from(from_index, reader, session)
-        except ServingError as error:
-            if error.code is ErrorCode.SUPERSEDED:
-                self._metrics.refused_total.add("stale_session")
-            raise
+        if session < row.session:
+            self._metrics.refused_total.add("stale_session")
+        row.read_from(from_index, reader, session)
 
     def ack(self, key: RequestKey, index: int, reader: TokenReader, session: int = 0) -> None:
         """Tokens 1..index are delivered: room for the engine to go on."""
@@ -476,8 +466,7 @@ class DecodeService:
             self._events.heartbeat_soon()
         if row.release_epoch is not None:
             self._events.post(worker_events.released(row.key, row.release_epoch, blocks_freed=freed, work=row.work))
-            self._forget(row)
-        elif row.is_broken_off:
+        if row.release_epoch is not None or row.is_broken_off:
             self._forget(row)
         if freed:
             self._grower.blocks_returned()

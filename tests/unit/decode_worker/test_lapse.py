@@ -68,6 +68,13 @@ def test_without_a_reader_it_fails_after_a_while(table: Table) -> None:
     assert ErrorCode.CANCELLED is code_of(lapsed(row, table.clock.monotonic() + UNATTENDED_S))
 
 
+def test_without_a_lease_only_what_still_waits_for_its_prompt_fails(table: Table) -> None:
+    """Retryable; a committed one needs none."""
+    verdict = lapsed(table.row(table.reserve("a")), table.clock.monotonic(), has_lease=False)
+    assert ErrorCode.KV_TRANSFER_FAILED is code_of(verdict)
+    assert lapsed(running(table), table.clock.monotonic(), has_lease=False) is None
+
+
 def test_a_parked_one_gives_its_blocks_to_others(table: Table) -> None:
     """Its outbox is full for so long."""
     row = running(table)

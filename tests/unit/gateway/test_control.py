@@ -190,7 +190,8 @@ async def test_where_no_other_scheduler_comes_the_client_hears_that_it_drains(mo
     """Within the time that a new request may wait, and so before its headers."""
     monkeypatch.setattr("gateway.control.ADMISSION_WAIT_S", 0.2)
     error = ServingError(ErrorCode.DRAINING, "the scheduler takes no new requests")
-    scheduler = FakeScheduler(*([Outcome(state=RequestState.FAILED, error=error)] for _ in range(99)))
+    dials: list[list[Step]] = [[Outcome(state=RequestState.FAILED, error=error)] for _ in range(99)]
+    scheduler = FakeScheduler(*dials)
     with pytest.raises(ServingError) as caught:
         await line(scheduler).run(SPEC)
     assert error == caught.value
