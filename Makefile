@@ -19,7 +19,7 @@ RUN_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check static tests fmt fmt-check lint types imports shape proto proto-check docs \
-	unit property scenario contract integration chaos gpu bench bench-engine bench-numerics bench-steady bench-transfer clean
+	unit property scenario contract integration chaos gpu bench bench-engine bench-numerics bench-steady bench-transfer bench-life sweep clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
@@ -132,6 +132,12 @@ bench-transfer: setup  ## KV hand-over by each transport: exposed time and rate
 
 bench-steady: setup  ## Memory of every process over 10,000 short requests
 	@PYTHONPATH=. $(PY) tests/bench/steady.py
+
+bench-life: setup  ## What faults cost readers: stalled neighbours, killed and stopped workers, a killed scheduler
+	@PYTHONPATH=. $(PY) tests/bench/life.py
+
+sweep: setup  ## Cancels: a hundred at each stage of a request's life, five hundred at random moments
+	@$(PYTEST) tests/integration/test_cancel_sweep.py tests/integration/test_cancel.py --sweep 100
 
 clean:  ## Remove what set-up and tests left in this folder
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -155,6 +155,7 @@ async def test_what_comes_after_the_end_is_refused_as_gone() -> None:
         late = await sender.open()
         assert await late.rejected() is RejectCode.GONE
         assert await sender.tell_first_token() is RejectCode.GONE
+        assert b'firsttoken_refused_total{kind="late_transfer"} 2.0' in pair.decode.metrics.render()
 
 
 @pytest.mark.parametrize(
@@ -185,6 +186,8 @@ async def test_strangers_are_refused(change: str, expected: RejectCode) -> None:
 
         assert await push.rejected() is expected
         assert await sender.tell_first_token() is expected
+        kind = "unknown_transfer" if change == "request" else "transfer"
+        assert f'firsttoken_refused_total{{kind="{kind}"}} 2.0'.encode() in pair.decode.metrics.render()
         assert (await pair.release("decode-0", key_of("r"), abort=True)).blocks_freed > 0
 
 

@@ -11,6 +11,19 @@ from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.script import counting
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--sweep 100`: how many requests are cancelled at each stage, and five times that at random moments."""
+    parser.addoption("--sweep", type=int, default=20, help="cancels at each stage of a request's life")
+
+
+@pytest.fixture
+def sweep(request: pytest.FixtureRequest) -> int:
+    """How many cancels a stage."""
+    num = request.config.getoption("--sweep")
+    assert isinstance(num, int)
+    return num
+
+
 async def warm_up(cluster: Cluster) -> None:
     """One answer, so that the channels that stay open are open before the first count of open files."""
     script = counting(4)

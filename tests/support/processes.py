@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 MARK_NAME = "TEST_CLUSTER_MARK"
@@ -58,3 +60,20 @@ def kill_all(pids: set[int]) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+@contextmanager
+def frozen(pid: int) -> Generator[Callable[[], None]]:
+    """The process stands still (SIGSTOP) until what this gives is called, at the latest until the end."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def thaw() -> None:
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass  # killed meanwhile
+
+    try:
+        yield thaw
+    finally:
+        thaw()

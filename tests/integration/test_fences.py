@@ -1,0 +1,117 @@
+"""A worker that stood still while its work was given away, and wakes up: its word counts for nothing any more."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from tests.support import leaks
+from tests.support.cancelling import blocks_in_use, live, outcomes, wait_for_state, wait_outcomes
+from tests.support.chat import ChatRecord, ask, collect
+from tests.support.cluster import Cluster, ClusterPlan, Service
+from tests.support.polling import eventually
+from tests.support.processes import frozen
+from tests.support.script import Script, counting, padded
+
+ANSWER_WITHIN_S = 60.0
+BACK_WITHIN_S = 30.0
+# Its chunks leave one after another over some seconds: whoever is stopped meanwhile is in the middle of its copy.
+COPYING = padded([*(f"w{i} " for i in range(30)), "x"], num_prompt_tokens=1_500, prefill_ms=4_000)
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module", params=["shm", "grpc"])
+def pairs_system(request: pytest.FixtureRequest) -> Generator[Cluster]:
+    """Two workers a role; the work of one that stands still for two seconds is given away."""
+    plan = ClusterPlan().scripted().prefill(2).decode(2).setting("worker_lost_s", 2)
+    with plan.setting("transports", request.param).start() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def pairs(pairs_system: Cluster) -> AsyncGenerator[Cluster]:
+    """Idle and warm before, idle and whole after."""
+    await pairs_system.wait_ready(within_s=BACK_WITHIN_S)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(ask(pairs_system.port, counting(3).body()))
+    baseline = await leaks.capture(pairs_system)
+    yield pairs_system
+    await pairs_system.wait_ready(within_s=BACK_WITHIN_S)
+    await leaks.assert_no_leaks(pairs_system, baseline)
+
+
+async def wait_given_up(cluster: Cluster, worker: Service) -> None:
+    """The scheduler counts on it no more."""
+    await eventually(
+        cluster.status,
+        lambda status: not any(each.ready for each in status.services if each.id == worker.id),
+        within_s=20.0,
+        what=f"{worker.id} is given up",
+    )
+
+
+async def holders(cluster: Cluster, role: str) -> list[Service]:
+    """Workers of a role that have blocks in use."""
+    workers = (await cluster.status()).of_role(role)
+    return [worker for worker in workers if blocks_in_use(await cluster.metrics(worker))]
+
+
+def check(script: Script, record: ChatRecord) -> None:
+    """Every token once and in order."""
+    assert None is record.error
+    assert (script.text(), "stop") == (record.text, record.finish_reason)
+
+
+@pytest.mark.parametrize("pairs_system", ["shm"], indirect=True)
+async def test_a_decode_worker_wakes_up_in_mid_answer(pairs: Cluster) -> None:
+    """Its streams have gone on elsewhere: what it still makes is in no answer, and what it holds it gives back."""
+    before = await outcomes(pairs)
+    scripts = [counting(200 + number, step_ms=20) for number in range(6)]
+    async with AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(live(pairs, script)) for script in scripts]
+        records = [await collect(stream, until_deltas=3) for stream in streams]
+        victim = (await holders(pairs, "decode"))[0]
+        with frozen(victim.live_pid):
+            await wait_given_up(pairs, victim)
+            counts = [len(record.deltas) for record in records]
+            async with asyncio.timeout(ANSWER_WITHIN_S), asyncio.TaskGroup() as group:
+                for stream, record, count in zip(streams, records, counts, strict=True):
+                    group.create_task(collect(stream, record=record, until_deltas=count + 5))
+        async with asyncio.timeout(ANSWER_WITHIN_S), asyncio.TaskGroup() as group:
+            for stream, record in zip(streams, records, strict=True):
+                group.create_task(collect(stream, record=record))
+    for script, record in zip(scripts, records, strict=True):
+        check(script, record)
+    await wait_outcomes(pairs, before, finished=len(scripts))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_wakes_up_in_the_middle_of_a_copy(pairs: Cluster, role: str) -> None:
+    """The prompt was computed and copied by others meanwhile; what the old pair still sends is in nobody's answer."""
+    before = await outcomes(pairs)
+    async with live(pairs, COPYING) as stream:
+        await wait_for_state(pairs, "prefilling")
+        (victim,) = await holders(pairs, role)
+        with frozen(victim.live_pid):
+            await wait_given_up(pairs, victim)
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                record = await collect(stream)
+    check(COPYING, record)
+    await pairs.wait_ready(within_s=BACK_WITHIN_S)
+    await wait_outcomes(pairs, before, finished=1)
+
+
+async def test_blocks_of_a_copy_that_stands_still_are_nobody_elses(pairs: Cluster) -> None:
+    """PDX-01: A is cancelled while its sender stands still in mid-copy; others fill the pool; then A's frames come."""
+    async with live(pairs, COPYING) as stream:
+        await wait_for_state(pairs, "prefilling")
+        (sender,) = await holders(pairs, "prefill")
+        with frozen(sender.live_pid):
+            stream.cut()
+            scripts = [padded([f"b{i} ", "y"], num_prompt_tokens=1_400 + i, repeat=40) for i in range(6)]
+            async with asyncio.timeout(ANSWER_WITHIN_S), asyncio.TaskGroup() as group:
+                asked = [group.create_task(ask(pairs.port, script.body())) for script in scripts]
+    for script, task in zip(scripts, asked, strict=True):
+        assert script.text() == task.result()["choices"][0]["message"]["content"]

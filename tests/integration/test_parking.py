@@ -1,0 +1,137 @@
+"""SCH-02: readers that stand still cost a bounded amount, hold nobody up, and lose nothing if they read on in time."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support import leaks
+from tests.support.cancelling import outcomes, wait_outcomes
+from tests.support.chat import CHAT_PATH, ask, collect, stream_chat
+from tests.support.cluster import Cluster, ClusterPlan
+from tests.support.http_client import HttpStream, open_request
+from tests.support.polling import eventually
+from tests.support.script import Script, counting
+
+NUM_STALLED = 20  # half of them read on
+NUM_NORMAL = 5
+OUTBOX_TOKENS = 256
+SOCKET_TOKENS = 100  # of 2 KiB: what the gateway and both kernels hold of one stream at most
+MAX_BYTES_EACH = 1024 * 1024
+KV_BLOCK_BYTES = 1024  # of the scripted generator
+STALL_TIMEOUT_S = 20
+BIG = "0123456789abcdef" * 128  # 2 KiB: the sockets hold few tokens, and the prompt that says it stays short
+OFFERED = Script(pieces=[BIG], repeat=100_000)
+READ_ON = Script(pieces=[f"{i}:{BIG}" for i in range(3)], repeat=300)
+SCRIPTS = [READ_ON if number % 2 else OFFERED for number in range(NUM_STALLED)]
+COMPUTED = "firsttoken_tokens_computed_total"
+WASTED = "firsttoken_wasted_tokens_total"
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def parking_system() -> Generator[Cluster]:
+    """A reader may stand still for some seconds."""
+    with (
+        ClusterPlan()
+        .scripted()
+        .setting("stall_timeout_s", STALL_TIMEOUT_S)
+        .setting("worker_lost_s", 20)
+        .start() as cluster
+    ):
+        yield cluster
+
+
+@pytest.fixture
+async def parking(parking_system: Cluster) -> AsyncGenerator[Cluster]:
+    """Warm and idle before, idle and whole after."""
+    async with asyncio.TaskGroup() as group:  # memory for as many prompts of this length stays with the processes
+        for script in SCRIPTS:
+            group.create_task(ask(parking_system.port, {**script.body(), "max_tokens": 1}))
+    baseline = await leaks.capture(parking_system)
+    yield parking_system
+    await leaks.assert_no_leaks(parking_system, baseline)
+
+
+async def memory_bytes(cluster: Cluster) -> dict[str, int]:
+    """Resident in the gateway and the decode worker, by the operating system's word; of the KV pool what is not in use."""
+    status = await cluster.status()
+    held = {role: _resident_bytes(status.one(role).live_pid) for role in ("gateway", "decode")}
+    held["decode"] -= status.blocks["decode"]["active"] * KV_BLOCK_BYTES
+    return held
+
+
+def _resident_bytes(pid: int) -> int:
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS:")]
+    return int(line.split()[1]) * 1024
+
+
+async def computed(cluster: Cluster) -> float:
+    """Output tokens."""
+    (metrics,) = await cluster.role_metrics("decode")
+    return metrics.total(COMPUTED)
+
+
+async def wait_until_still(cluster: Cluster) -> None:
+    """Nothing is computed over twenty looks: all have full outboxes, or have given their blocks back."""
+    seen: list[float] = []
+
+    async def look() -> list[float]:
+        seen.append(await computed(cluster))
+        return seen[-20:]
+
+    await eventually(look, lambda last: len(last) == 20 and len(set(last)) == 1, within_s=20.0, what="all stand still")
+
+
+async def open_all(cluster: Cluster, stack: AsyncExitStack, scripts: list[Script]) -> list[HttpStream]:
+    """At once: each stall clock runs from its own stream on."""
+
+    async def begin(script: Script) -> HttpStream:
+        body = {**script.body(), "stream": True}
+        opening = open_request(cluster.port, "POST", CHAT_PATH, body=body, receive_buffer=8_192)
+        return await stack.enter_async_context(opening)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(begin(script)) for script in scripts]
+    return [task.result() for task in tasks]
+
+
+async def test_twenty_stand_still_and_five_read(parking: Cluster) -> None:
+    """The five are served; of the twenty those that read on get every token in order, the others end as slow clients."""
+    before, tokens, memory = await outcomes(parking), await computed(parking), await memory_bytes(parking)
+    async with AsyncExitStack() as stack:
+        streams = await open_all(parking, stack, SCRIPTS)
+        await wait_until_still(parking)
+        assert await computed(parking) - tokens <= NUM_STALLED * (OUTBOX_TOKENS + SOCKET_TOKENS)
+        grown = {role: held - memory[role] for role, held in (await memory_bytes(parking)).items()}
+        assert all(num_bytes <= NUM_STALLED * MAX_BYTES_EACH for num_bytes in grown.values()), grown
+
+        normal = [counting(200 + number, step_ms=5) for number in range(NUM_NORMAL)]
+        async with asyncio.TaskGroup() as group:
+            read = [group.create_task(stream_chat(parking.port, script.body())) for script in normal]
+            reading_on = [group.create_task(collect(stream)) for stream in streams[1::2]]
+        assert [script.text() for script in normal] == [task.result().text for task in read]
+        for task in reading_on:
+            assert (READ_ON.text(), "stop", None) == (
+                task.result().text,
+                task.result().finish_reason,
+                task.result().error,
+            )
+
+        slow = len(streams[::2])
+        await eventually(
+            lambda: outcomes(parking),
+            lambda now: now["cancelled"] - before["cancelled"] == slow,
+            within_s=2 * STALL_TIMEOUT_S,
+            what="the others are given up",
+        )
+        records = [await collect(stream) for stream in streams[:6:2]]
+    for record in records:
+        assert "slow_client" == (record.error or {})["code"]
+        assert OFFERED.text(len(record.deltas) + OUTBOX_TOKENS).startswith(record.text)
+    await wait_outcomes(parking, before, finished=NUM_NORMAL + NUM_STALLED - slow, cancelled=slow)
+    (metrics,) = await parking.role_metrics("scheduler")
+    # After ten seconds they had given their blocks back: their prompts were computed for a continuation that never came.
+    assert metrics.total(WASTED, cause="requeued", stage="prefill") > 0
