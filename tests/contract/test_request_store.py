@@ -78,6 +78,7 @@ async def test_record_holds_no_content(client: StateClient) -> None:
         "finish_reason",
         "error_code",
         "completion_tokens",
+        "session",
     }
 
 

@@ -91,7 +91,7 @@ async def _status(channel: grpc.aio.Channel) -> scheduler_pb2.StatusReply:
 
 
 async def test_a_request_leaves_its_outcome_and_no_live_record(valkey: EmbeddedValkey, client: StateClient) -> None:
-    """Orphans of an earlier epoch are finished at the start; a drained scheduler gives its lease back."""
+    """A live record of an earlier epoch is taken over, and ends by its mark; a drained scheduler gives its lease back."""
     store = RequestStore(client)
     orphan = StoredRequest(
         request_id=RequestId("orphan"),
@@ -103,8 +103,14 @@ async def test_a_request_leaves_its_outcome_and_no_live_record(valkey: EmbeddedV
         seed=1,
     )
     await store.admit(orphan)
+    await Cancellations(client).mark(orphan.request_id, CancelReason.DELETE)
     async with running(valkey, client) as (_, address, _), peers(address) as (channel, prefill, decode):
-        assert [] == await store.load_live()
+        async with asyncio.timeout(ANSWER_S):
+            while await store.load_live():
+                await asyncio.sleep(0.01)
+        taken = await store.load(orphan.request_id)
+        assert taken is not None
+        assert (RequestState.CANCELLED, True) == (taken.state, taken.epoch > orphan.epoch)
         await started(channel, prefill, decode)
         async with serve_stream(channel, make_spec()) as gateway:
             await admitted(gateway)

@@ -130,10 +130,8 @@ async def test_a_lost_log_is_noticed_and_written_again(client: StateClient) -> N
     """Emptied, or fallen back to an older state: the next write says so, and the whole log replaces what is there."""
     log = StreamLog(client)
     for is_empty in (True, False):
-        if is_empty:
-            await client.call("DEL", log_key(REQUEST_ID))
-        else:
-            await client.call("DEL", log_key(REQUEST_ID))
+        await client.call("DEL", log_key(REQUEST_ID))
+        if not is_empty:
             await log.write(HEAD, 3, tokens(1, 1))
         with pytest.raises(LogMissing):
             await log.append(REQUEST_ID, 3, tokens(3, 3))

@@ -6,6 +6,7 @@ from decode_worker import reports
 from decode_worker.outbox import Outbox
 from decode_worker.reservations import Reservation
 from decode_worker.sequence import HeldSequence, Stage, hold
+from shared.codec.request import finish_reason_from_wire
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, BlockId, Epoch, Incarnation, RequestId, RequestKey, TokenId, TransferId
 from shared.domain.request import FinishReason, RequestSpec
@@ -52,6 +53,20 @@ def test_inventory_names_what_is_held_and_what_has_ended(row: HeldSequence) -> N
         ("gone", "done", 0),
     ]
     assert told.entries[0].attach_ticket == b"ticket"
+
+
+def test_an_end_that_was_told_is_told_again(row: HeldSequence) -> None:
+    """With the length of the answer: a new scheduler has not heard the event. Before it was told nothing is said of it."""
+    row.take(3, SampledToken(token_id=TokenId(52)), FinishReason.LENGTH)
+    row.stage = Stage.ENDED
+    (before,) = reports.inventory([row], ()).entries
+    row.is_done_reported = True
+    (after,) = reports.inventory([row], ()).entries
+
+    assert [("done", None), ("done", FinishReason.LENGTH)] == [
+        (entry.sequence_state, finish_reason_from_wire(entry.finish_reason)) for entry in (before, after)
+    ]
+    assert 3 == after.last_index
 
 
 @pytest.mark.parametrize("state", ["waiting_kv", "running", "parked", "preempted", "done"])

@@ -56,3 +56,12 @@ def test_a_question_about_an_attempt_that_was_never_heard_of() -> None:
 
     assert (2, None) == (attempts.last_seen, attempts.next_place)
     assert not attempts.placed(place(2))
+
+
+def test_a_scheduler_that_was_not_there_hears_what_was_closed() -> None:
+    """The last attempt of which nothing more is taken, which may be below the last one seen."""
+    attempts = Attempts()
+    assert 0 == attempts.last_closed
+    attempts.close(Attempt(2))
+    attempts.close(Attempt(1))
+    assert (2, 2) == (attempts.last_closed, attempts.last_seen)
