@@ -11,9 +11,10 @@ from gateway.clients.tokens import TokensArrived
 from shared.aio.backoff import Backoff
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, TokenId
+from shared.domain.logged import LoggedTokens, LogHead
 from shared.domain.request import Outcome, RequestSpec
 from shared.domain.sampling import TokenLogprobs
-from shared.state.stream_log import FIRST_SESSION, LoggedAnswer, LoggedTokens, LogHead, LogMissing, StreamLog
+from shared.state.stream_log import FIRST_SESSION, LoggedAnswer, LogMissing, StreamLog
 
 
 class AnswerLog:

@@ -79,9 +79,9 @@ class Session:
         logged = None if resumption is None else resumption.logged
         now_s = services.clock.unix_ms() // 1000
         served = ServedForm.from_bytes(logged.head.served) if logged else ServedForm.of(intake, now_s)
-        self._log: AnswerLog | None = None
+        self.log: AnswerLog | None = None
         if intake.is_resumable and services.logs is not None:
-            self._log = AnswerLog(
+            self.log = AnswerLog(
                 services.logs,
                 key_hash=key_hash,
                 served=served.to_bytes(),
@@ -123,11 +123,6 @@ class Session:
         self._has_outcome = asyncio.Event()
 
     @property
-    def is_log_behind(self) -> bool:
-        """It runs here as one that cannot be resumed, for the time being."""
-        return self._log is not None and self._log.is_behind
-
-    @property
     def is_stream(self) -> bool:
         """Whether the client gets its answer bit by bit."""
         return self._writer.is_stream
@@ -150,9 +145,9 @@ class Session:
                     spawn(group, self._follow_control(), name=f"control {self._id}"),
                     spawn(group, self._pass_on_cancel(), name=f"cancel {self._id}"),
                 ]
-                if self._log is not None:
-                    helpers.append(spawn(group, self._log.keep_whole(), name=f"log {self._id}"))
-                    helpers.append(spawn(group, self._await_next_reader(self._log), name=f"grace {self._id}"))
+                if self.log is not None:
+                    helpers.append(spawn(group, self.log.keep_whole(), name=f"log {self._id}"))
+                    helpers.append(spawn(group, self._await_next_reader(self.log), name=f"grace {self._id}"))
                 await self._answer()
                 self.link.out.close()
                 await self.link.is_over.wait()  # the stall clock bounds it
@@ -180,7 +175,7 @@ class Session:
         """
         if self._has_left.is_set():
             return
-        if reason is CancelReason.SHUTDOWN and self._log is not None and not self._log.is_behind:
+        if reason is CancelReason.SHUTDOWN and self.log is not None and not self.log.is_behind:
             self._leave()
             self._is_broken_off.set()
             return
@@ -222,8 +217,8 @@ class Session:
             if self._intake.max_tokens is None:
                 limit = await self._control.max_request_tokens(self._services.fleet.max_request_tokens)
             spec = self._intake.spec(self._id, limit)
-            if self._log is not None:
-                await self._log.begin(spec)
+            if self.log is not None:
+                await self.log.begin(spec)
             async with stop_when(self._has_left):
                 outcome = await self._control.run(spec)
         except ServingError as error:
@@ -306,10 +301,10 @@ class Session:
             await self._relay()
         error = self._break_error
         if error is not None:
-            if self._log is not None and not self._has_left.is_set():
+            if self.log is not None and not self._has_left.is_set():
                 is_cancel = error.code in (ErrorCode.CANCELLED, ErrorCode.SLOW_CLIENT)
                 state = RequestState.CANCELLED if is_cancel else RequestState.FAILED
-                await self._log.end(Outcome(state=state, error=error))
+                await self.log.end(Outcome(state=state, error=error))
             await self._writer.tell_error(error)
 
     async def _relay(self) -> None:
@@ -397,8 +392,8 @@ class Session:
         self._journal.mark_first_token()
         if not self._writer.ids:  # a later attempt finds other blocks cached, which is no saving of the client's
             self._writer.cached_tokens = event.cached_tokens
-        if self._log is not None:  # into Redis, then to the socket, then acknowledged
-            await self._log.append(event, attempt=subscription.key.attempt)
+        if self.log is not None:  # into Redis, then to the socket, then acknowledged
+            await self.log.append(event, attempt=subscription.key.attempt)
             if self._has_left.is_set():
                 return
         parts = self._writer.feed(event.ids, event.logprobs)
@@ -434,8 +429,8 @@ class Session:
         self._is_answered = True  # from here on nothing breaks it off: it only waits for room
         self._finish_reason = reason
         self._attempts.changed.set()
-        if self._log is not None:
-            await self._log.end(Outcome(state=RequestState.FINISHED, finish_reason=reason))
+        if self.log is not None:
+            await self.log.end(Outcome(state=RequestState.FINISHED, finish_reason=reason))
         await self._writer.put_end(parts, reason, last_index=last_index)
 
     # ---- acknowledgements
@@ -465,7 +460,7 @@ class Session:
     # ---- the client
 
     def _on_gone(self) -> None:
-        if self._log is not None:
+        if self.log is not None:
             self._client_gone.set()
             return
         self.cancel(CancelReason.DISCONNECT, ServingError(ErrorCode.CANCELLED, "the client left"))
@@ -494,9 +489,9 @@ class Session:
 
     @property
     def _session_number(self) -> int:
-        return 0 if self._log is None else self._log.session
+        return 0 if self.log is None else self.log.session
 
     def _progress(self) -> tuple[Attempt, int]:
         """The last attempt seen and the tokens held."""
-        logged = Attempt(0) if self._log is None else self._log.last_attempt
+        logged = Attempt(0) if self.log is None else self.log.last_attempt
         return max(self._attempts.last_seen, logged), self._writer.num_tokens

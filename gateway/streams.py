@@ -36,7 +36,8 @@ class Streams:
         from_index = wanted_from(headers, query)
         request_id = identity.request_id
         logs = self._services.logs
-        if logs is None or any(session.is_log_behind for session in self._sessions.of_request(request_id)):
+        here = self._sessions.of_request(request_id)
+        if logs is None or any(session.log is not None and session.log.is_behind for session in here):
             raise state_unavailable()
         asked_by = key_hash(headers)
         logged = await logs.take_over(request_id, asked_by)

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from shared.codec.request import (
-    logprobs_from_wire,
-    logprobs_to_wire,
-    outcome_from_wire,
-    outcome_to_wire,
-    spec_from_wire,
-    spec_to_wire,
+from shared.codec.logged import (
+    outcome_from_bytes,
+    outcome_to_bytes,
+    spec_from_bytes,
+    spec_to_bytes,
+    tokens_from_bytes,
+    tokens_to_bytes,
 )
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, RequestId, TokenId
-from shared.domain.request import Outcome, RequestSpec
+from shared.domain.logged import LoggedTokens, LogHead
+from shared.domain.request import Outcome
 from shared.domain.sampling import TokenLogprobs
 from shared.obs.logs import get_logger
 from shared.state.client import Script, StateClient
 from shared.state.keys import ENDED_LOG_TTL_MS, LIVE_LOG_TTL_MS, log_key
-from shared.wire import common_pb2, decode_pb2, scheduler_pb2
 
 FIRST_SESSION = 1
 
@@ -37,32 +37,6 @@ _log = get_logger("state")
 
 class LogMissing(Exception):
     """The stored log does not end where ours does: Redis lost it, or has an older state. Write the whole again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogHead:
-    """What was asked. `served` is the gateway's own: how the answer is shown."""
-
-    spec: RequestSpec
-    key_hash: str
-    served: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedTokens:
-    """Consecutive output tokens, the first of them numbered `first_index`, of one attempt."""
-
-    first_index: int
-    ids: tuple[TokenId, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One a token, or none at all."""
-    attempt: Attempt
-    cached_tokens: int = 0
-    """Means something with token 1."""
-
-    @property
-    def last_index(self) -> int:
-        return self.first_index + len(self.ids) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +64,10 @@ class StreamLog:
             session,
             LIVE_LOG_TTL_MS,
             head.key_hash,
-            spec_to_wire(head.spec).SerializeToString(),
+            spec_to_bytes(head.spec),
             head.served,
             tokens.last_index,
-            _to_bytes(tokens) if tokens.ids else b"",
+            tokens_to_bytes(tokens) if tokens.ids else b"",
         )
 
     async def append(self, request_id: RequestId, session: int, tokens: LoggedTokens) -> None:
@@ -105,12 +79,12 @@ class StreamLog:
             LIVE_LOG_TTL_MS,
             tokens.first_index,
             tokens.last_index,
-            _to_bytes(tokens),
+            tokens_to_bytes(tokens),
         )
 
     async def end(self, request_id: RequestId, session: int, num_tokens: int, outcome: Outcome) -> None:
         """It goes after ten minutes; an end that is there already stands. Raises LogMissing."""
-        data = outcome_to_wire(outcome).SerializeToString()
+        data = outcome_to_bytes(outcome)
         await self._run(_END, request_id, session, ENDED_LOG_TTL_MS, num_tokens, data)
 
     async def take_over(self, request_id: RequestId, key_hash: str) -> LoggedAnswer | None:
@@ -143,16 +117,6 @@ def superseded() -> ServingError:
     return ServingError(ErrorCode.SUPERSEDED, "a newer reader took over")
 
 
-def _to_bytes(tokens: LoggedTokens) -> bytes:
-    return decode_pb2.SequenceTokens(
-        key=common_pb2.RequestKey(attempt=tokens.attempt),
-        first_index=tokens.first_index,
-        ids=tokens.ids,
-        cached_tokens=tokens.cached_tokens,
-        logprobs=map(logprobs_to_wire, tokens.logprobs),
-    ).SerializeToString()
-
-
 def _fields(flat: Sequence[bytes]) -> dict[str, bytes]:
     return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
 
@@ -165,20 +129,20 @@ def _from_entries(session: int, entries: Sequence[dict[str, bytes]]) -> LoggedAn
     attempt, cached_tokens, outcome = Attempt(0), 0, None
     for entry in entries:
         if "tokens" in entry:
-            part = decode_pb2.SequenceTokens.FromString(entry["tokens"])
+            part = tokens_from_bytes(entry["tokens"])
             if part.first_index != len(ids) + 1:
                 raise ValueError("tokens are missing")
             if part.first_index == 1:
                 cached_tokens = part.cached_tokens
-            ids.extend(map(TokenId, part.ids))
-            logprobs.extend(map(logprobs_from_wire, part.logprobs))
-            attempt = Attempt(part.key.attempt)
+            ids += part.ids
+            logprobs += part.logprobs
+            attempt = part.attempt
         elif "outcome" in entry:
-            outcome = outcome_from_wire(scheduler_pb2.Outcome.FromString(entry["outcome"]))
+            outcome = outcome_from_bytes(entry["outcome"])
     return LoggedAnswer(
         session=session,
         head=LogHead(
-            spec=spec_from_wire(common_pb2.RequestSpec.FromString(head["spec"])),
+            spec=spec_from_bytes(head["spec"]),
             key_hash=head["key"].decode(),
             served=head["served"],
         ),

@@ -7,11 +7,12 @@ import pytest
 
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, RequestId, TokenId
+from shared.domain.logged import LoggedTokens, LogHead
 from shared.domain.request import FinishReason, Outcome, RequestSpec, RequestState
 from shared.domain.sampling import SamplingParams, TokenLogprobs
 from shared.state.client import StateClient
 from shared.state.keys import ENDED_LOG_TTL_MS, LIVE_LOG_TTL_MS, log_key
-from shared.state.stream_log import LoggedTokens, LogHead, LogMissing, StreamLog
+from shared.state.stream_log import LogMissing, StreamLog
 from tests.support.redis_server import RedisServer
 
 REQUEST_ID = RequestId("01J0000000000000000000000A")

@@ -15,6 +15,7 @@ from shared.obs.admin import bind
 from shared.obs.metrics import Metrics
 from shared.process import RealClock
 from shared.state.locate import SchedulerLocator
+from shared.state.stream_log import StreamLog
 from shared.text.chat import ChatTokenizer
 from tests.support.fake_backend import FakeBackend, FakeRequest, running
 
@@ -34,7 +35,11 @@ class RunningGateway:
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    backend: FakeBackend | None = None, *, scheduler: str | None = None, **settings: Any
+    backend: FakeBackend | None = None,
+    *,
+    scheduler: str | None = None,
+    logs: StreamLog | None = None,
+    **settings: Any,
 ) -> AsyncGenerator[RunningGateway]:
     """Serves while the body runs. `scheduler` overrides the backend's address. Enter and leave it in one task."""
     backend = backend or FakeBackend()
@@ -48,6 +53,7 @@ async def running_gateway(
                 tokenizer=ChatTokenizer.scripted(),
                 locator=locator,
                 cancellations=None,
+                logs=logs,
                 clock=RealClock(),
                 incarnation=Incarnation(9),
                 metrics=metrics,

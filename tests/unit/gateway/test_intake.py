@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.intake import AnswerForm, Intake, IntakeReader, accepts_event_stream, child_seed, parse_object
+from gateway.intake import (
+    AnswerForm,
+    Intake,
+    IntakeReader,
+    accepts_event_stream,
+    child_seed,
+    parse_object,
+    resumable_if_asked,
+)
 from gateway.request_id import new_request_id
 from shared.codec.request import spec_from_wire, spec_to_wire
 from shared.domain.errors import ErrorCode, ServingError
@@ -379,3 +387,21 @@ def test_what_is_sampled_with_is_what_was_asked_for(temperature: float, top_p: f
         sampling.top_k,
         sampling.seed,
     )
+
+
+@pytest.mark.parametrize("asked_in", ["body", "header"])
+def test_only_one_streamed_answer_can_be_resumable(reader: IntakeReader, asked_in: str) -> None:
+    """Asked for in the body or by the header, which must say exactly 1."""
+    headers = {"x-resumable": "1"} if asked_in == "header" else {}
+    wish = {"resumable": True} if asked_in == "body" else {}
+
+    def ask(**fields: Any) -> Intake:
+        return resumable_if_asked(reader.read_completion(body(**wish, **fields)), headers)
+
+    assert ask(stream=True).is_resumable
+    for wrong in ({}, {"stream": True, "n": 2}):
+        with pytest.raises(ServingError) as caught:
+            ask(**wrong)
+        assert (ErrorCode.INVALID_REQUEST, "resumable") == (caught.value.code, caught.value.param)
+    plain = reader.read_completion(body(stream=True))
+    assert not resumable_if_asked(plain, {"x-resumable": "0"}).is_resumable

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.request_id import MAX_CLIENT_ID_CHARS, new_identity, new_request_id, parse_request_id
+from gateway.request_id import MAX_CLIENT_ID_CHARS, key_hash, new_identity, new_request_id, parse_request_id
 from shared.domain.errors import ErrorCode, ServingError
 
 
@@ -81,3 +81,11 @@ def test_a_clients_id_is_made_safe_for_a_header() -> None:
 
     assert "aset-cookie:b" + "c" * (MAX_CLIENT_ID_CHARS - 13) == wild.client_request_id
     assert None is empty.client_request_id
+
+
+def test_whose_request_it_is_is_a_hash() -> None:
+    """Of the whole header; nobody's is a value of its own, and none tells the key."""
+    hashes = [key_hash(headers) for headers in ({}, {"authorization": "Bearer a"}, {"authorization": "Bearer b"})]
+
+    assert (3, key_hash({"other": "x"})) == (len(set(hashes)), hashes[0])
+    assert "Bearer" not in "".join(hashes)

@@ -217,3 +217,17 @@ def test_a_whole_answer_has_the_fields_of_the_original() -> None:
         ],
         "usage": USAGE_OBJECT,
     } == answer
+
+
+def test_an_id_stands_before_each_text_of_a_resumable_stream() -> None:
+    """In both dialects; the role chunk, the end and what the client has carry none, and an empty text is no event."""
+    encoder = OpenAiEncoder(completion_id="chatcmpl-A", model="m", created_unix_s=9, include_usage=False)
+    stream = EventStream(encoder, 0)
+    stream.start(0)
+    role, text = stream.deltas([TextPart(""), TextPart("a")], 1).split(b"\n\n")[:2]
+    assert (True, True) == (role.startswith(b"data: "), text.startswith(b"id: 2\ndata: "))
+    assert b"id:" not in stream.finish(FinishReason.STOP, USAGE)
+    named = EventStream(NamedEventEncoder(request_id="r"), 2)
+    named.start(0)
+    assert b"" == named.delta(TextPart("a"), 2)
+    assert b'id: 3\nevent: delta\ndata: {"delta": "b"}\n\n' == named.delta(TextPart("b"), 3)
