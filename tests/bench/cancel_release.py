@@ -126,6 +126,13 @@ async def run_model(cluster: Cluster, num_cancels: int) -> None:
         moments_s=(0.1, statistics.median(ttfts) * 0.8),
         parallel=1,
     )
+    shared = Case(
+        name="model, four prompts at a time",
+        body=long_question,
+        unit_s=chunk_s,
+        moments_s=(0.2, statistics.median(ttfts)),
+        parallel=4,
+    )
     decoding = Case(
         name="model, decoding",
         body=lambda rng: {**long_question(rng), "messages": [{"role": "user", "content": "Tell me a long story."}]},
@@ -133,7 +140,7 @@ async def run_model(cluster: Cluster, num_cancels: int) -> None:
         moments_s=(0.5, 1.5),
         parallel=1,
     )
-    for case in (prefilling, decoding):
+    for case in (prefilling, shared, decoding):
         report(case, await measure(cluster, case, num_cancels))
 
 
