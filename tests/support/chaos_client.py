@@ -10,10 +10,12 @@ from typing import Any
 from tests.support.chaos_schedule import Fate, Question
 from tests.support.chat import CHAT_PATH, ChatRecord
 from tests.support.http_client import HttpStream, exchange, open_request
+from tests.support.resuming import ReadSoFar, read_on, resume
 
 CUT_CHARACTER = "\ufffd"  # at most one, at the very end of an answer that ended inside a character
 # Far above what a request may take that loses workers and waits for new ones, on a machine that does other things too.
 ENDS_WITHIN_S = 150.0
+RESUME_PAUSE_S = 0.3
 
 
 class End(StrEnum):
@@ -41,6 +43,7 @@ class Seen:
     code: str = ""
     detail: str = ""
     is_deleted: bool = False
+    num_resumed: int = 0
     has_begun: bool = False
     """The server had taken it: a stream had its 200."""
     record: ChatRecord = field(default_factory=lambda: ChatRecord(request_id=""))
@@ -75,7 +78,7 @@ class Client:
             match question.fate:
                 case Fate.READ:
                     async with asyncio.timeout(ENDS_WITHIN_S):
-                        await self._read(question, body, seen)
+                        await (self._read_on if question.is_resumable else self._read)(question, body, seen)
                 case Fate.LEAVE:
                     await self._read_for(question, body, seen)
                 case Fate.DELETE:
@@ -106,6 +109,32 @@ class Client:
                 stream.cut()  # at once, as a client does that dies
                 raise
 
+    async def _read_on(self, question: Question, body: dict[str, Any], seen: Seen) -> None:
+        """A resumable answer, over as many connections as it takes. Raises OSError where even its id did not come."""
+        port = self._proxy_port if question.by_proxy else self._port
+        headers = {"X-Request-Id": seen.client_request_id}
+        whole = {**body, "stream": True, "resumable": True}
+        read = ReadSoFar(request_id="")
+        try:
+            async with open_request(
+                port, "POST", CHAT_PATH, body=whole, headers=headers, patience_s=ENDS_WITHIN_S
+            ) as stream:
+                seen.record.request_id = read.request_id = stream.headers.get("x-firsttoken-request", "")
+                await _take(stream, read, seen)
+        except (ConnectionError, EOFError):
+            if not seen.has_begun:
+                raise
+        while not read.is_over and seen.end is not End.FAILED:
+            seen.num_resumed += 1
+            await asyncio.sleep(RESUME_PAUSE_S)
+            with suppress(ConnectionError, EOFError):
+                async with resume(port, read) as stream:
+                    await _take(stream, read, seen)
+        if read.error is not None:
+            seen.end, seen.code = End.FAILED, read.error
+        elif seen.end is not End.FAILED:
+            seen.end, seen.record.finish_reason = End.FINISHED, read.finish_reason
+
     async def _read_for(self, question: Question, body: dict[str, Any], seen: Seen) -> None:
         """Reads for as long as the question says, and goes."""
         timer = asyncio.timeout(question.after_s)
@@ -124,6 +153,20 @@ class Client:
             seen.is_deleted = True
             with suppress(OSError, EOFError, TimeoutError):  # its own answer may be lost with the scheduler
                 await exchange(self._port, "DELETE", f"/v1/requests/{seen.record.request_id}")
+
+
+async def _take(stream: HttpStream, read: ReadSoFar, seen: Seen) -> None:
+    """One connection, to its end. A refusal that names a time to come again is none; what was read counts in any case."""
+    if stream.status != 200:
+        code = json.loads(await stream.read_body())["error"]["code"]
+        if not seen.has_begun or stream.status != 503:
+            seen.end, seen.code = End.FAILED, code
+        return
+    seen.has_begun = True
+    try:
+        await read_on(stream, read)
+    finally:
+        seen.record.deltas[:] = [read.text]
 
 
 async def _read_answer(question: Question, stream: HttpStream, seen: Seen) -> None:

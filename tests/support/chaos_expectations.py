@@ -56,12 +56,22 @@ TABLE: tuple[Row, ...] = (
         for role in _WORKER_ROLES
         for code, after_s in (("no_capacity", RETURNS_WITHIN_S), ("worker_lost", RETURNS_WITHIN_S + 30.0))
     ),
+    # Running ones are adopted, if only a scheduler comes within 30 s: `up` takes longer with one that dies twice.
+    Row(kinds=_STOPPED, target="scheduler", code="no_capacity", aftermath_s=2 * RETURNS_WITHIN_S, need=Need.TWO),
     # A gateway holds new requests for 10 s.
     *(
-        Row(kinds=_STOPPED, target="scheduler", code=code, aftermath_s=RETURNS_WITHIN_S)
+        Row(kinds=_STOPPED, target="scheduler", code=code, aftermath_s=RETURNS_WITHIN_S, only_before_head=True)
         for code in ("no_capacity", "state_unavailable")
     ),
     Row(kinds=_REDIS, target="", code="state_unavailable", aftermath_s=6.0, only_before_head=True),
+    # The log of a resumable answer was in a Redis that came back empty, and its gateway, which would have written it
+    # again, has lost it, too.
+    *(
+        Row(kinds=frozenset({FaultKind.REDIS_KILL}), target="", code=code, aftermath_s=RETURNS_WITHIN_S)
+        for code in ("request_not_found", "not_found")
+    ),
+    # A gateway that is silent for 4 s and its grace of 5 s is lost to the scheduler.
+    Row(kinds=frozenset({FaultKind.FREEZE}), target="gateway", code="cancelled", aftermath_s=LOST_AFTER_S),
     Row(kinds=_KILL, target="gateway", code=CONNECTION_CUT, aftermath_s=RETURNS_WITHIN_S),
     Row(kinds=frozenset({FaultKind.LINK_CUT}), target="", code=CONNECTION_CUT, aftermath_s=SLACK_S, only_by_proxy=True),
 )
@@ -79,6 +89,29 @@ def is_explained(seen: Seen, question: Question, faults: Iterable[Fault]) -> boo
         and not (row.only_before_head and seen.has_begun)
         and not (row.only_by_proxy and not question.by_proxy)
     )
+
+
+def may_lack_its_line(seen: Seen, faults: Iterable[Fault]) -> bool:
+    """A gateway writes the line of a request behind its outcome, and may be killed before that."""
+    return any(
+        fault.kind is FaultKind.KILL
+        and fault.target.startswith("gateway")
+        and seen.asked_s <= fault.at_s <= seen.ended_s + RETURNS_WITHIN_S
+        for fault in faults
+    )
+
+
+def may_end_twice(seen: Seen, faults: Iterable[Fault]) -> bool:
+    """An outcome that Redis did not take is in the scheduler's memory alone: if that dies, too, the next one does not know it.
+
+    The client has had its answer by then.
+    """
+    near = [
+        fault
+        for fault in faults
+        if seen.asked_s <= fault.ends_s + SLACK_S and fault.at_s <= seen.ended_s + LOST_AFTER_S
+    ]
+    return any(fault.kind in _REDIS for fault in near) and any(fault.target.startswith("scheduler") for fault in near)
 
 
 def _holds(row: Row, seen: Seen, faults: list[Fault]) -> bool:

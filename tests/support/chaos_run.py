@@ -5,15 +5,17 @@ import os
 import signal
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tests.support import leaks
 from tests.support.chaos_client import Client, Seen
 from tests.support.chaos_schedule import Fault, FaultKind, Question, Schedule
-from tests.support.chat import ask
+from tests.support.chat import CHAT_PATH, ask
 from tests.support.cluster import Cluster, ClusterPlan
+from tests.support.http_client import exchange
+from tests.support.polling import eventually
 from tests.support.redis_server import RedisServer, own_redis
 from tests.support.tcp_proxy import TcpProxy, tcp_proxy
 
@@ -94,11 +96,24 @@ async def model_answers(cluster: Cluster, schedule: Schedule) -> list[Asked]:
 
 
 async def crowd(cluster: Cluster, asked: Sequence[Asked]) -> None:
-    """Some answers at once, each exact: what the system does when nothing is wrong."""
+    """Some answers at once, each exact: what the system does when nothing is wrong.
+
+    On a machine without free processor time Redis may miss its half second even then: what is refused is asked again.
+    """
+
+    async def answer(each: Asked) -> str:
+        told = await eventually(
+            lambda: exchange(cluster.port, "POST", CHAT_PATH, body=each.body),
+            lambda told: told.status != 503,
+            within_s=SETTLES_WITHIN_S,
+            what="an answer of a system at rest",
+        )
+        assert 200 == told.status, told.body
+        return told.json()["choices"][0]["message"]["content"]
+
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(ask(cluster.port, each.body)) for each in asked[:CROWD]]
-    said = [task.result()["choices"][0]["message"]["content"] for task in tasks]
-    assert [each.text for each in asked[:CROWD]] == said
+        tasks = [group.create_task(answer(each)) for each in asked[:CROWD]]
+    assert [each.text for each in asked[:CROWD]] == [task.result() for task in tasks]
 
 
 async def play(stage: Stage, schedule: Schedule, answers: Sequence[Asked]) -> Done:
@@ -122,7 +137,7 @@ async def play(stage: Stage, schedule: Schedule, answers: Sequence[Asked]) -> Do
         watching = group.create_task(_watch_redis(client, stage.redis, pauses))
         await asyncio.wait([*faulty, *asked])
         watching.cancel()
-    applied = [fault for fault, task in zip(schedule.faults, faulty, strict=True) if task.result()] + pauses
+    applied = [fault for task in faulty if (fault := task.result()) is not None] + pauses
     await cluster.wait_ready(within_s=SETTLES_WITHIN_S)
     await crowd(cluster, answers)
     await leaks.assert_no_leaks(cluster, baseline, within_s=SETTLES_WITHIN_S)
@@ -135,9 +150,13 @@ async def play(stage: Stage, schedule: Schedule, answers: Sequence[Asked]) -> Do
     )
 
 
-async def _apply(client: Client, faults: "Faults", fault: Fault) -> bool:
+async def _apply(client: Client, faults: "Faults", fault: Fault) -> Fault | None:
+    """The fault with the times that it really had: on a busy machine everything comes later."""
     await client.wait_until(fault.at_s)
-    return await faults.apply(fault)
+    begun_s = client.now_s
+    if not await faults.apply(fault):
+        return None
+    return replace(fault, at_s=begun_s, lasts_s=client.now_s - begun_s)
 
 
 async def _ask(client: Client, question: Question, asked: Asked) -> Seen:

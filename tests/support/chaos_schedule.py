@@ -78,9 +78,11 @@ class Question:
     """Through the link that is cut and slowed."""
     fate: Fate
     after_s: float = 0.0
+    is_resumable: bool = False
+    """Read on wherever the connection is cut."""
 
     def __str__(self) -> str:
-        form = "stream" if self.is_stream else "whole"
+        form = "resumable" if self.is_resumable else "stream" if self.is_stream else "whole"
         way = "proxy" if self.by_proxy else "direct"
         end = "" if self.fate is Fate.READ else f", {self.fate} after {self.after_s:.2f} s"
         return (
@@ -125,12 +127,14 @@ def _questions(choose: random.Random, duration_s: float, load: float) -> list[Qu
     at_s = 0.0
     while at_s < duration_s:
         fate = choose.choices([Fate.READ, Fate.LEAVE, Fate.DELETE], [8, 2, 1])[0]
+        is_stream = choose.random() < 0.8
         found.append(
             Question(
                 at_s=at_s,
                 number=len(found),
                 script=_script(choose, len(found), repeat=choose.choice([1, 2, 5, 10])),
-                is_stream=choose.random() < 0.8,
+                is_stream=is_stream,
+                is_resumable=is_stream and fate is Fate.READ and choose.random() < 0.3,
                 by_proxy=choose.random() < 0.4,
                 fate=fate,
                 # Early ones hit the queue, the placing and the prompt; late ones the answer.

@@ -154,7 +154,8 @@ def _out_of_order(trace: list[Observed]) -> list[str]:
     for observed in trace:
         if observed.what in REPORTS:
             continue
-        if outcome is not None:
+        # Each reader of a resumable answer is told.
+        if outcome is not None and (observed.what, observed.state) != (outcome.what, outcome.state):
             problems.append(f"{observed} was told after {outcome}")
         if observed.what == "Outcome":
             outcome = observed

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.chaos_client import End, Seen
-from tests.support.chaos_expectations import is_explained
+from tests.support.chaos_expectations import is_explained, may_end_twice, may_lack_its_line
 from tests.support.chaos_schedule import Fate, Fault, FaultKind, Question
 from tests.support.script import counting
 
@@ -48,6 +48,7 @@ KILL = FaultKind.KILL
         (True, "state_unavailable", [fault(FaultKind.REDIS_FREEZE, lasts_s=2.0)]),
         (False, "state_unavailable", [fault(KILL, "decode-0")]),
         (False, "cancelled", [fault(KILL, "decode-0")]),
+        (True, "cancelled", [fault(FaultKind.FREEZE, "gateway-0", lasts_s=9.0)]),
     ],
 )
 def test_codes(expected: bool, code: str, faults: list[Fault]) -> None:
@@ -59,6 +60,29 @@ def test_redis_ends_no_answer_that_has_begun() -> None:
     """It is needed to admit a request, and for nothing after."""
     begun = seen(End.FAILED, "state_unavailable", has_begun=True)
     assert not is_explained(begun, question(), [fault(FaultKind.REDIS_KILL, lasts_s=2.0)])
+
+
+def test_one_lost_scheduler_ends_no_answer_that_has_begun() -> None:
+    """The next one adopts it; only if that comes to nothing, too, nobody is left."""
+    begun = seen(End.FAILED, "no_capacity", has_begun=True)
+    killed = fault(KILL, "scheduler-0")
+    assert not is_explained(begun, question(), [killed])
+    assert is_explained(begun, question(), [killed, killed])
+
+
+def test_a_killed_gateway_may_not_have_written_its_line() -> None:
+    """Killed between the end that its client saw and the outcome."""
+    assert may_lack_its_line(seen(End.FINISHED), [fault(KILL, "gateway-0", at_s=13.0)])
+    assert not may_lack_its_line(seen(End.FINISHED), [fault(KILL, "gateway-0", at_s=9.0)])
+    assert not may_lack_its_line(seen(End.FINISHED), [fault(KILL, "scheduler-0", at_s=13.0)])
+
+
+def test_an_outcome_may_be_lost_with_redis_and_scheduler() -> None:
+    """Not with one of them."""
+    redis, scheduler = fault(FaultKind.REDIS_FREEZE, at_s=11.0, lasts_s=2.0), fault(KILL, "scheduler-0", at_s=14.0)
+    assert may_end_twice(seen(End.FINISHED), [redis, scheduler])
+    assert not may_end_twice(seen(End.FINISHED), [redis])
+    assert not may_end_twice(seen(End.FINISHED), [scheduler])
 
 
 def test_cut_connections() -> None:

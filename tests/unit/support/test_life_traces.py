@@ -36,7 +36,7 @@ IMPOSSIBLE = {
     "done before anything": ("sequence_done/1",),
     "placed without a reservation": ("Queued", "Placed/1"),
     "finished out of the blue": ("Queued", "Outcome:finished"),
-    "two outcomes": (*PLAIN, "Outcome:finished"),
+    "two outcomes": (*PLAIN, "Outcome:cancelled"),
     "an outcome and then another attempt": (*PLAIN, "Placed/1"),
     "back to an older attempt": ("reserved/1", "Placed/1", "reserved/2", "Placed/2", "Placed/1"),
 }
