@@ -248,8 +248,7 @@ async def test_a_cancel_at_every_placed_state_ends_with_acknowledged_releases(li
         told = line.metrics.render().decode()
         assert "firsttoken_cancel_release_seconds_count 1.0" in told
         assert 'firsttoken_wasted_tokens_total{cause="cancelled",stage="decode"} 4.0' in told
-        # What prefill reported as computed counts though it has forgotten it since.
-        was_computed = state in (RequestState.TRANSFERRING, RequestState.DECODING)
+        was_computed = state in (RequestState.TRANSFERRING, RequestState.DECODING)  # and forgotten by prefill since
         assert was_computed == ('firsttoken_wasted_tokens_total{cause="cancelled",stage="prefill"} 20.0' in told)
 
 
