@@ -152,7 +152,7 @@ class Adoption:
 
     def inherit(self, worker: Worker, told: InventoryEntry, now: float) -> bool:
         """One entry of an inventory; False where it is not about the present attempt of an adopted request."""
-        adoptee = self._adoptees.get(told.key.request_id)
+        adoptee = self._adoptees.get(told.key.request_id) or self._admitted_anew(told, now)
         if adoptee is None:
             return False
         entry, role = adoptee.entry, worker.facts.role
@@ -200,6 +200,19 @@ class Adoption:
                 del self._adoptees[request_id]
 
     # ---- inside
+
+    def _admitted_anew(self, told: InventoryEntry, now: float) -> _Adoptee | None:
+        """A store that forgot, a gateway that had not been told of the attempt: admitted as new, and yet it is not."""
+        entry = self._lives.ledger.get(told.key.request_id)
+        if entry is None or not self.is_open(now):
+            return None
+        if entry.record.state is not RequestState.QUEUED or told.key.attempt < entry.record.attempt:
+            return None
+        adoptee = _Adoptee(entry=entry, attempt=entry.record.attempt, prefill=None, decode=None, has_gateway=True)
+        self._adoptees[entry.request_id] = adoptee
+        entry.is_written = True
+        self._lives.spec_known(entry)
+        return adoptee
 
     def _add(self, adopted: events.Adopted, order: int, stored: StoredRequest | None, now: float) -> _Adoptee:
         waiter = Waiter(

@@ -155,6 +155,7 @@ class SchedulerCore:
         self._adoption.take_start(event, now)
         entry = self.ledger.get(event.spec.request_id)
         if entry is not None:
+            self.lobby.take(entry.request_id)  # adopted out of it
             if event.session < entry.session:
                 self._lives.refuse(event.stream, ServingError(ErrorCode.SUPERSEDED, "a newer reader took over"))
                 return

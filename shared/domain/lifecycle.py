@@ -214,6 +214,10 @@ def _gateway_back(record: RequestRecord, event: Event, now: float, rule: RetryRu
     is_later = event.last_attempt_seen > record.attempt
     if is_later or (event.last_attempt_seen == record.attempt and record.state is RequestState.QUEUED):
         return _raised(back, event.last_attempt_seen, now)
+    if record.state is RequestState.QUEUED and event.last_attempt_seen and record.awaits_delivered is None:
+        # It went back to the queue before: what it holds was known to the earlier scheduler alone.
+        asking = replace(back, awaits_delivered=Attempt(record.attempt - 1), requeue_reason=ADOPTED)
+        return Step(record=asking, effects=(TellRequeued(),))
     return Step(record=back)
 
 
@@ -466,8 +470,8 @@ Handler: TypeAlias = Callable[[RequestRecord, Event, float, RetryRule], Step]
 _QUEUED, _PLACING, _PREFILLING = RequestState.QUEUED, RequestState.PLACING, RequestState.PREFILLING
 _TRANSFERRING, _DECODING, _ABORTING = RequestState.TRANSFERRING, RequestState.DECODING, RequestState.ABORTING
 _FINISHED, _CANCELLED, _FAILED = RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED
-PREEMPTED = "preempted"
-"""The reason of a requeue that no error caused."""
+PREEMPTED, ADOPTED = "preempted", "adopted"
+"""Reasons of a requeue that no error caused."""
 PLACED_STATES = (_PLACING, _PREFILLING, _TRANSFERRING, _DECODING)
 _DECODE, _SCHEDULER = "decode worker", "scheduler"
 

@@ -271,7 +271,7 @@ class World:
         assert effect.stream not in self.broken_streams, "nothing on a broken stream"
         match effect.message:
             case QueuedTold(position=position):
-                assert 0 <= position < LIMITS.max_queued_requests
+                assert 0 <= position < len(self.starts)
             case RequeuedTold(attempt=attempt):
                 request_id = self.request_of(effect.stream)
                 self.requeued[request_id] = self.closed[request_id] = attempt
@@ -480,6 +480,15 @@ class World:
         self.step(RecordsFound(records=records))
         self.step(Ticked())
 
+    def go_ahead(self) -> None:
+        """Everything that was written or commanded so far is done."""
+        for _ in range(3):
+            while self.writes:
+                self.write()
+            for worker in self.workers:
+                while worker.inbox:
+                    self.take(worker)
+
     def take_over_at_once(self, *, has_forgotten: bool) -> None:
         """And everyone finds it, the youngest request's gateway first."""
         self.take_over(has_forgotten=has_forgotten)
@@ -556,6 +565,7 @@ class World:
                 {
                     "take over": lambda: self.take_over(has_forgotten=first == 2),
                     "take over at once": lambda: self.take_over_at_once(has_forgotten=first == 2),
+                    "ahead": self.go_ahead,
                     "write": self.write,
                     "rewrite": self.rewrite,
                     "redis away": self.lose_redis,

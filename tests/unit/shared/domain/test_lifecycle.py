@@ -468,3 +468,12 @@ def test_an_adopted_attempt_that_nobody_holds_is_asked_about_before_the_next() -
         step.record.awaits_delivered,
         step.record.is_adopted,
     )
+
+
+def test_what_was_delivered_to_an_earlier_scheduler_is_asked_again() -> None:
+    """Back in the queue by its record: its gateway has seen an attempt, and may hold tokens of it."""
+    back = GatewayBack(spec=SPEC, gateway_incarnation=Incarnation(3), last_attempt_seen=Attempt(1))
+    step = run(adopted(2, was_placed=False), back)
+
+    assert ["TellRequeued"] == names(step)
+    assert (RequestState.QUEUED, 2, 1) == (step.record.state, step.record.attempt, step.record.awaits_delivered)
