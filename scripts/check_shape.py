@@ -28,7 +28,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "shared/domain/logged.py": "fields, and the number of the last token: test_logged.py of shared/codec",
     "shared/domain/lifecycle_events.py": "vocabulary of the table, without behaviour",
     "shared/domain/lifecycle_record.py": "what the table moves, without behaviour: test_lifecycle.py",
-    "shared/model/format_weights.py": "what it gives is what is packed and computed: test_pack.py, test_model_families.py",
+    "shared/model/format_weights.py": "what it gives is what is packed and computed: test_pack.py, test_model_families",
     "shared/model/gguf_source.py": "one half of preparation: test_prepare.py, test_model_families.py",
     "shared/model/gguf_tensors.py": "its numbers are those of transformers: test_model_families.py",
     "shared/model/hf_source.py": "the other half: test_prepare.py, on a small folder",
