@@ -48,7 +48,8 @@ async def find(cluster: Cluster, child_id: str) -> Service:
     role, number = child_id.split("-")
     port = cluster.port + ADMIN_OFFSET + (int(number) if role == "gateway" else 0)
     answer = await exchange(port, "GET", "/status")
-    assert 200 == answer.status, answer.body
+    if answer.status != 200:
+        raise LookupError("the gateway is only starting")
     found = parse_status(answer.json()).of_role(role)
     wanted: dict[str, Callable[[Service], bool]] = {
         "gateway": lambda each: each.admin_port == port,
