@@ -16,7 +16,7 @@ from scheduler.messages import InventoryEntry, Noted, PersistRecord, StartReceiv
 from scheduler.waiting import Waiter
 from shared.domain import lifecycle_events as events
 from shared.domain.errors import ErrorCode, ServingError
-from shared.domain.ids import Attempt, RequestId, TokenId, TransferId, WorkerId
+from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId, TransferId, WorkerId
 from shared.domain.lifecycle import PLACED_STATES, Verdict
 from shared.domain.lifecycle_events import WriteStep
 from shared.domain.request import CancelReason, RequestSpec, RequestState, Role, SequenceState, StoredRequest
@@ -183,6 +183,17 @@ class Adoption:
             )
             self._lives.advance(entry, done, now)
         return True
+
+    def hear(self, worker: Worker, key: RequestKey, now: float) -> None:
+        """A report comes before its worker's inventory, and proves that what the store calls queued was placed."""
+        adoptee = self._adoptees.get(key.request_id)
+        if adoptee is None:
+            return
+        record = adoptee.entry.record
+        if record.state is RequestState.QUEUED and key.attempt >= record.attempt:
+            was_there = events.Inherited(attempt=key.attempt, worker=worker.ref, role=worker.facts.role, is_held=False)
+            self._lives.advance(adoptee.entry, was_there, now)
+            adoptee.has_prefill = adoptee.is_placed = False
 
     def check(self, now: float) -> None:
         """After each inventory and with time: what is known by now is settled."""

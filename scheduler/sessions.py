@@ -179,6 +179,7 @@ class WorkerSessions:
     def _take_report(self, worker: Worker, event: ReportTold, now: float) -> None:
         key, report, attempt = event.key, event.report, event.key.attempt
         entry = self._ledger.get(key.request_id)
+        self._adoption.hear(worker, key, now)
         match report:
             case ReservedTold():
                 worker.answered(key, ReserveJob)
@@ -191,7 +192,8 @@ class WorkerSessions:
                 worker.answered(key, ReserveJob)
                 worker.jobs.pop(key, None)
                 self._lives.remember_refusal(key.request_id, worker, report.free_blocks, now)
-                self._lives.feed(entry, events.ReserveRefused(attempt=attempt), now)
+                if entry is None or not entry.record.is_adopted:  # of an adopted one the inventory says the same
+                    self._lives.feed(entry, events.ReserveRefused(attempt=attempt), now)
             case PrefillDoneTold():
                 worker.answered(key, PrefillJob)
                 if key in worker.jobs:
