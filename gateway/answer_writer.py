@@ -75,8 +75,8 @@ class AnswerWriter:
         )
 
     def start(self, position: int) -> None:
-        """At admission: the headers and a first comment leave. Later only the position is told."""
-        if not self.is_stream or self._link.out.is_closed:
+        """At admission: the headers and a first comment leave, if anyone is there. Later only the position is told."""
+        if not self.is_stream:
             return
         match self._stream.state:
             case sse.StreamState.NOT_STARTED:

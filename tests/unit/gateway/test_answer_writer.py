@@ -91,6 +91,17 @@ async def test_a_returning_client_gets_what_it_lacks(from_index: int) -> None:
         assert len(ids) == writer.usage.completion_tokens
 
 
+async def test_an_answer_whose_client_left_before_it_began_is_made_all_the_same() -> None:
+    """It may be asked for again: nothing is put, and nothing fails."""
+    writer, link = make()
+    link.out.close()
+    writer.start(3)
+    await writer.put(writer.feed(output_ids(), ()))
+    await writer.put_end(writer.flush(), FinishReason.STOP, last_index=writer.num_tokens)
+    assert output_ids() == writer.ids
+    assert [] == await frames(link)
+
+
 async def test_without_resumable_there_are_no_ids() -> None:
     """The same text."""
     writer, link = make(is_resumable=False)
