@@ -15,7 +15,7 @@ import grpc
 from structlog.typing import FilteringBoundLogger
 
 from shared.aio.backoff import Backoff
-from shared.aio.scope import spawn
+from shared.aio.scope import raise_if_cancelled, spawn
 from shared.domain.clock import Clock
 from shared.domain.errors import ServingError
 from shared.domain.ids import Epoch, Incarnation, WorkerId
@@ -157,6 +157,7 @@ class WorkerSession:
                 reason = _describe(failed.exceptions[0])
             except* asyncio.InvalidStateError:  # what grpc raises for a write to a call that has ended
                 reason = "the stream has ended"
+            raise_if_cancelled()
             self._is_established = False
             delay = self._backoff.next_delay()
             self._log.debug("session ended", reason=reason, retry_in_ms=round(delay * 1000))
