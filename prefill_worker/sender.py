@@ -16,7 +16,7 @@ from structlog.typing import FilteringBoundLogger
 
 from prefill_worker.job import PrefillJob
 from shared.aio.backoff import Backoff
-from shared.aio.scope import raise_if_cancelled, spawn, stop_when
+from shared.aio.scope import spawn, stop_when
 from shared.codec.kv import frame_to_wire, held_from_wire, reject_from_wire
 from shared.codec.request import key_to_wire, logprobs_to_wire
 from shared.domain.clock import Clock
@@ -321,7 +321,9 @@ class _Transfer:
                 return
             except* (aio.AioRpcError, aio.UsageError, asyncio.InvalidStateError, TimeoutError, _Broken) as group:
                 self._senders.log_broken(self._job, group)
-            raise_if_cancelled()
+            # A group that fails in the moment of its cancel tells of the failure alone (until Python 3.13).
+            if self._job.stopped.is_set():
+                return
             if self._num_answers != num_answers:
                 num_answers = self._num_answers
                 failing_since = None

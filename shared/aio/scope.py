@@ -19,17 +19,6 @@ async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})
 
 
-def raise_if_cancelled() -> None:
-    """To be called where the failure of a task group is handled and work goes on.
-
-    A group that is ending because a child failed keeps a cancellation of its parent to itself (until Python 3.13): only
-    the failure comes out, and a loop that tries again would never end.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
-
-
 class stop_when:  # noqa: N801 - used like asyncio.timeout
     """`async with stop_when(event):` runs the body and cancels it when the event is set; that does not leak.
 

@@ -15,7 +15,7 @@ import grpc
 from structlog.typing import FilteringBoundLogger
 
 from shared.aio.backoff import Backoff
-from shared.aio.scope import raise_if_cancelled, spawn
+from shared.aio.scope import spawn
 from shared.domain.clock import Clock
 from shared.domain.errors import ServingError
 from shared.domain.ids import Epoch, Incarnation, WorkerId
@@ -144,24 +144,31 @@ class WorkerSession:
         self.heartbeat_soon()
 
     async def run(self) -> None:
-        """Dials, holds the stream, dials again after a growing delay."""
-        while True:
-            reason = ""
-            try:
-                await self._hold_one()
-            except* _SessionBroken as broken:
-                reason = str(broken.exceptions[0])
-            except* ServingError as no_address:
-                reason = str(no_address.exceptions[0])
-            except* grpc.aio.AioRpcError as failed:
-                reason = _describe(failed.exceptions[0])
-            except* asyncio.InvalidStateError:  # what grpc raises for a write to a call that has ended
-                reason = "the stream has ended"
-            raise_if_cancelled()
-            self._is_established = False
-            delay = self._backoff.next_delay()
-            self._log.debug("session ended", reason=reason, retry_in_ms=round(delay * 1000))
-            await asyncio.sleep(delay)
+        """Dials, holds the stream, dials again after a growing delay.
+
+        Each try is a task of its own: a group that fails in the moment of its cancel tells of the failure alone (until
+        Python 3.13), and a loop in the same task would go on for good.
+        """
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.wait({spawn(group, self._try_one(), name="session try")})
+                self._is_established = False
+                await asyncio.sleep(self._backoff.next_delay())
+
+    async def _try_one(self) -> None:
+        """To the end of one stream, however it ends."""
+        reason = ""
+        try:
+            await self._hold_one()
+        except* _SessionBroken as broken:
+            reason = str(broken.exceptions[0])
+        except* ServingError as no_address:
+            reason = str(no_address.exceptions[0])
+        except* grpc.aio.AioRpcError as failed:
+            reason = _describe(failed.exceptions[0])
+        except* asyncio.InvalidStateError:  # what grpc raises for a write to a call that has ended
+            reason = "the stream has ended"
+        self._log.debug("session ended", reason=reason)
 
     async def _hold_one(self) -> None:
         address = await self._locate()

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from shared.aio.scope import cancel_and_wait, raise_if_cancelled, spawn, stop_when
+from shared.aio.scope import cancel_and_wait, spawn, stop_when
 
 
 async def test_spawned_task_has_its_name() -> None:
@@ -118,39 +118,3 @@ async def test_nested_scopes_stop_one_by_one() -> None:
         reached.append("behind the inner body")
 
     assert (["behind the inner body"], False) == (reached, outer_scope.was_stopped)
-
-
-async def test_a_cancel_while_a_group_fails_ends_the_loop_around_it() -> None:
-    """The group tells of its child's failure alone; who tries again has to ask."""
-    num_tries = 0
-    is_failing, may_end = asyncio.Event(), asyncio.Event()
-
-    async def fail() -> None:
-        raise ValueError
-
-    async def end_late() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            is_failing.set()
-            await may_end.wait()
-
-    async def try_again() -> None:
-        nonlocal num_tries
-        while num_tries < 3:
-            num_tries += 1
-            try:
-                async with asyncio.TaskGroup() as group:
-                    spawn(group, end_late(), name="late")
-                    spawn(group, fail(), name="failing")
-            except* ValueError:
-                pass
-            raise_if_cancelled()
-
-    async with asyncio.TaskGroup() as group:
-        task = spawn(group, try_again(), name="loop")
-        await is_failing.wait()
-        task.cancel()
-        may_end.set()
-
-    assert (True, 1) == (task.cancelled(), num_tries)
