@@ -22,7 +22,7 @@ from tests.support.script import Script, counting, padded
 # Until its lease has run out (3 s), the new process has started, workers and gateways have dialled; and a busy machine.
 BACK_WITHIN_S = 30.0
 ANSWER_WITHIN_S = 90.0
-STOP_WITHIN_S = 10.0
+STOP_WITHIN_S = 30.0
 MAX_MORE_GAP_S = 1.0  # what the end of a scheduler may add to the time between two tokens of a running answer
 STEP_MS = 20
 USAGE = {"stream_options": {"include_usage": True}}
@@ -84,6 +84,12 @@ def check_not_paused(record: ChatRecord, *, num_before: int, took_s: float) -> N
     assert sum(1 for at in after if at - before[-1] <= took_s) > took_s / (MAX_MORE_GAP_S + longest_gap(before))
 
 
+def check_order(records: Sequence[ChatRecord]) -> None:
+    """Their first words came in this order; a prompt takes 1.5 s, and what the reader sees a moment late is no other order."""
+    firsts = [record.delta_times[0] for record in records]
+    assert all(later > earlier - 0.2 for earlier, later in pairwise(firsts)), firsts
+
+
 def long_prompt(number: int) -> Script:
     """More than two of them is more than a prefill worker is given ahead."""
     return padded([f"p{number} ", "x"], num_prompt_tokens=700, prefill_ms=1500)
@@ -126,8 +132,7 @@ async def test_a_killed_scheduler_is_not_felt(system: Cluster) -> None:
             took_s = clock.time() - killed_at
     for record in records[:3]:
         check_not_paused(record, num_before=10, took_s=took_s)
-    firsts = [record.delta_times[0] for record in records[3:]]
-    assert sorted(firsts) == firsts
+    check_order(records[3:])
 
 
 async def test_clients_leave_while_there_is_no_scheduler(system: Cluster) -> None:
@@ -201,8 +206,7 @@ async def test_a_standby_replaces_one_that_stands_still(system: Cluster) -> None
                     )
         for record in records[:3]:
             check_not_paused(record, num_before=10, took_s=took_s)
-        firsts = [record.delta_times[0] for record in records[3:]]
-        assert sorted(firsts) == firsts
+        check_order(records[3:])
         assert other.pid == (await scheduler_of(system)).live_pid
         os.kill(other.pid, signal.SIGTERM)  # it hands over to the one that `up` has started again
         assert 0 == await asyncio.to_thread(other.wait, STOP_WITHIN_S)
