@@ -152,7 +152,9 @@ class Cluster:
         return next((Path(line.removeprefix(LOGS_LINE)) for line in said if line.startswith(LOGS_LINE)), None)
 
     def log_tail(self) -> str:
-        """The ends of the logs of `up` and of each of its children."""
+        """The ends of the logs of `up` and of each of its children; a word where a stopped system took them along."""
+        if not self.log_path.exists():
+            return "the system has been stopped, and its logs are gone"
         folder = self.log_folder
         paths = [self.log_path, *([] if folder is None else sorted(folder.glob("*.log")))]
         return "\n".join(f"--- {path.name}\n{_tail(path)}" for path in paths)
