@@ -130,6 +130,12 @@ class ControlStream:
                 message = await self._call.read()
             except AioRpcError as error:
                 raise failure_of(error) from None
+            except asyncio.CancelledError:
+                # A write that ran out of time has cancelled the call, and grpc tells its reader so in these words.
+                # Nobody has cancelled the reader itself: it dials again.
+                if _is_cancelled_itself():
+                    raise
+                raise LinkBroken("cancelled") from None
             if message is EOF:
                 raise LinkBroken("ended")
             down = cast("scheduler_pb2.ServeDown", message)
@@ -176,6 +182,11 @@ class ControlStream:
             raise await failure_of_call(self._call) from None
         except TimeoutError:
             raise LinkBroken("write timeout") from None
+
+
+def _is_cancelled_itself() -> bool:
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 class SchedulerClient:

@@ -27,7 +27,7 @@ def schedules(config: pytest.Config) -> list[Schedule]:
     minutes, seed = config.getoption("--chaos-minutes", default=None), config.getoption("--chaos-seed", default=None)
     if minutes is None and seed is None:
         return [chaos_schedule.plan(seed, SHORT_RUN_S, load=load) for seed in SHORT_SEEDS]
-    left_s, seed = 60.0 * (minutes or SHORT_RUN_S / 60.0), seed or 1
+    left_s, seed = float(round(60.0 * (minutes or SHORT_RUN_S / 60.0))), seed or 1
     found: list[Schedule] = []
     while left_s > 0:
         found.append(chaos_schedule.plan(seed + len(found), min(RUN_S, left_s), load=load))

@@ -2,15 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 
 import pytest
 
 from gateway.clients.link import LinkBroken
-from gateway.clients.scheduler import ControlEvent, Queued, SchedulerClient, Start
+from gateway.clients.scheduler import ControlEvent, Delivered, Placed, Queued, SchedulerClient, Start
 from gateway.request_id import new_request_id
 from shared.domain.errors import ErrorCode, ServingError
-from shared.domain.ids import Incarnation
+from shared.domain.ids import Attempt, Incarnation
 from shared.domain.request import CancelReason, Outcome, RequestSpec
 from shared.domain.sampling import SamplingParams
 from shared.obs.metrics import Metrics
@@ -19,6 +19,8 @@ from shared.rpc.channels import ChannelPool
 from shared.text.chat import ChatMessage, ChatTokenizer
 from tests.support.fake_backend import FakeBackend, running
 from tests.support.script import counting
+
+NOTHING_DELIVERED = Delivered(attempt=Attempt(1), ids=(), cached_tokens=0, complete=None)
 
 
 @contextlib.asynccontextmanager
@@ -49,6 +51,13 @@ def start() -> Start:
         request_id=new_request_id(1), prompt_ids=prompt, max_tokens=3, sampling=SamplingParams(seed=2**64 - 1)
     )
     return Start(spec=spec, last_attempt_seen=4, tokens_held=7, last_attempt_closed=3)
+
+
+async def catch_broken(call: Awaitable[object]) -> str:
+    """Why the line broke."""
+    with pytest.raises(LinkBroken) as broken:
+        await call
+    return str(broken.value)
 
 
 async def test_a_start_carries_everything() -> None:
@@ -87,6 +96,33 @@ async def test_a_cancel_on_the_stream_brings_the_outcome() -> None:
 
     assert isinstance(events[1], Outcome)
     assert ["delete"] == backend.only.cancel_reasons
+
+
+async def test_a_write_that_ran_out_of_time_breaks_the_line_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write cancels the call; whoever reads meanwhile hears of a broken line, and is not cancelled himself."""
+    backend = FakeBackend()
+    async with connected(backend) as (client, _):
+        stream = await client.serve(start())
+        assert [Queued, Placed] == [type(await stream.read()) for _ in range(2)]
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(catch_broken(stream.read()))
+            await asyncio.sleep(0)
+            monkeypatch.setattr("gateway.clients.scheduler._WRITE_TIMEOUT_S", 0.0)
+            assert "write timeout" == await catch_broken(stream.tell_delivered(NOTHING_DELIVERED))
+        assert "cancelled" == reading.result()
+        stream.close()
+
+
+async def test_a_reader_that_is_cancelled_itself_ends() -> None:
+    """And does not take it for a broken line."""
+    backend = FakeBackend()
+    async with connected(backend) as (client, _):
+        stream = await client.serve(start())
+        assert [Queued, Placed] == [type(await stream.read()) for _ in range(2)]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await stream.read()
+        stream.close()
 
 
 async def test_an_older_scheduler_is_not_listened_to() -> None:
