@@ -121,8 +121,9 @@ bench: setup  ## Cancel -> blocks free, against its limits; not part of any test
 	@PYTHONPATH=. $(PY) tests/bench/cancel_release.py
 	@PYTHONPATH=. $(PY) tests/bench/cancel_release.py --model --cancels 60
 
-bench-engine: setup  ## Step times and prefill rates beside what this machine can do
+bench-engine: setup  ## Step times, prefill rates and exposed transfer beside what this machine can do
 	@PYTHONPATH=. OPENBLAS_NUM_THREADS=1 $(PY) tests/bench/engine.py
+	@PYTHONPATH=. $(PY) tests/bench/kv_transfer.py
 
 bench-numerics: setup  ## What each numeric mode loses: KL, top-1, perplexity, greedy agreement; fails if the default's KL > 1e-5
 	@PYTHONPATH=. $(PY) tests/bench/numerics.py
