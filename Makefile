@@ -54,7 +54,6 @@ run: setup  ## The whole system on this machine (Ctrl-C drains); RUN_ARGS="--pre
 test: setup  ## Set-up and all tests: what continuous integration runs
 	@$(MAKE) check
 	@$(MAKE) integration
-	@$(MAKE) chaos
 	@$(MAKE) gpu
 
 # Two at a time on two cores: the type check, the longest, runs beside the others. All run even if one fails.
