@@ -60,6 +60,7 @@ from scheduler.messages import (
     StreamId,
     Tell,
     Ticked,
+    Wasted,
     WelcomeWorker,
     WorkerReport,
     Written,
@@ -327,6 +328,8 @@ class Runner:
                 return " ".join(
                     ["note", effect.what, effect.worker_id or effect.request_id or "", effect.reason]
                 ).strip()
+            case Wasted(waste=waste):
+                return f"wasted {waste.num_tokens} {waste.cause.value} {waste.stage.value}"
             case Resign():
                 return f"resign ({effect.reason})"
 
