@@ -175,22 +175,6 @@ async def test_new_requests_while_a_pool_is_empty(fragile: Cluster) -> None:
     await wait_served_again(fragile, "prefill", old)
 
 
-async def test_scheduler_killed(fragile: Cluster) -> None:
-    """Streams end (with their text or an error) in bounded time, the system recovers by itself, nothing is left."""
-    old = await the(fragile, "scheduler")
-    async with live(fragile, long_decode()) as first, live(fragile, PREFILLING) as second:
-        record = await collect(first, until_deltas=2)
-        await wait_for_state(fragile, "prefilling")
-        os.kill(old.live_pid, signal.SIGKILL)
-        async with asyncio.timeout(30.0), asyncio.TaskGroup() as group:
-            group.create_task(collect(first, record=record))
-            other = group.create_task(collect(second))
-    assert record.error is not None
-    assert other.result().error is not None
-    assert long_decode().text(len(record.deltas)) == record.text
-    await wait_served_again(fragile, "scheduler", old)
-
-
 async def test_a_short_answer_outlives_its_scheduler(fragile: Cluster) -> None:
     """Decode works on without a scheduler: an answer that ends before the new one is there is complete and exact."""
     script = counting(20, step_ms=10)
