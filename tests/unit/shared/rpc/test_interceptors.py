@@ -179,7 +179,11 @@ async def test_wrong_token_is_refused(link: Link, token: str) -> None:
     stranger = Link(link.servicer, link.address, pool)
     expected = ServingError(ErrorCode.INTERNAL, "the cluster token was refused")
 
-    assert (expected, expected) == (await stranger.first_token(), await stranger.push())
+    assert expected == await stranger.first_token()
+    pushed = await stranger.push()
+    # The words may be lost: a server that answers before it has read may reset the stream under the client's write.
+    assert pushed is not None
+    assert ErrorCode.INTERNAL == pushed.code
     assert not link.servicer.has_started.is_set()
     await pool.close()
 
