@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from tests.support import leaks
+from tests.support.audited import BACK_WITHIN_S, audited
 from tests.support.cancelling import live, live_body, outcomes, wait_for_state, wait_outcomes
 from tests.support.chat import CHAT_PATH, ChatRecord, ask, collect, stream_chat
 from tests.support.cluster import Cluster, ClusterPlan
@@ -16,7 +17,6 @@ from tests.support.http_client import open_request
 from tests.support.script import Script, counting, padded
 
 ANSWER_WITHIN_S = 60.0
-BACK_WITHIN_S = 30.0
 USAGE = {"stream_options": {"include_usage": True}}
 pytestmark = pytest.mark.timeout(180)
 
@@ -31,14 +31,8 @@ def pairs_system() -> Generator[Cluster]:
 @pytest.fixture
 async def pairs(pairs_system: Cluster) -> AsyncGenerator[Cluster]:
     """Ready and warm before each test; whole and without leaks after it."""
-    await pairs_system.wait_ready(within_s=BACK_WITHIN_S)
-    async with asyncio.TaskGroup() as group:
-        for _ in range(8):
-            group.create_task(ask(pairs_system.port, counting(3).body()))
-    baseline = await leaks.capture(pairs_system)
-    yield pairs_system
-    await pairs_system.wait_ready(within_s=BACK_WITHIN_S)
-    await leaks.assert_no_leaks(pairs_system, baseline)
+    async with audited(pairs_system) as cluster:
+        yield cluster
 
 
 async def kill_one(cluster: Cluster, role: str) -> None:

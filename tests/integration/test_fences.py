@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.support import leaks
+from tests.support.audited import BACK_WITHIN_S, audited
 from tests.support.cancelling import blocks_in_use, live, outcomes, wait_for_state, wait_outcomes
 from tests.support.chat import ChatRecord, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan, Service
@@ -15,7 +15,6 @@ from tests.support.processes import frozen
 from tests.support.script import Script, counting, padded
 
 ANSWER_WITHIN_S = 60.0
-BACK_WITHIN_S = 30.0
 # Its chunks leave one after another over some seconds: whoever is stopped meanwhile is in the middle of its copy.
 COPYING = padded([*(f"w{i} " for i in range(30)), "x"], num_prompt_tokens=1_500, prefill_ms=4_000)
 pytestmark = pytest.mark.timeout(180)
@@ -32,14 +31,8 @@ def pairs_system(request: pytest.FixtureRequest) -> Generator[Cluster]:
 @pytest.fixture
 async def pairs(pairs_system: Cluster) -> AsyncGenerator[Cluster]:
     """Idle and warm before, idle and whole after."""
-    await pairs_system.wait_ready(within_s=BACK_WITHIN_S)
-    async with asyncio.TaskGroup() as group:
-        for _ in range(8):
-            group.create_task(ask(pairs_system.port, counting(3).body()))
-    baseline = await leaks.capture(pairs_system)
-    yield pairs_system
-    await pairs_system.wait_ready(within_s=BACK_WITHIN_S)
-    await leaks.assert_no_leaks(pairs_system, baseline)
+    async with audited(pairs_system) as cluster:
+        yield cluster
 
 
 async def wait_given_up(cluster: Cluster, worker: Service) -> None:
