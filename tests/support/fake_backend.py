@@ -124,15 +124,17 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                 await self._ask(request)
             else:
                 await context.write(self._down(queued=scheduler_pb2.Queued(position=len(self.requests) - 1)))
-            place = group.create_task(self._place(request, context))
+            writing = asyncio.Lock()
+            place = group.create_task(self._place(request, context, writing))
             while request.outcome is None:
                 await request.changed.wait()
-            place.cancel()
+            async with writing:  # a task that is cancelled in the middle of a write takes the whole call with it
+                place.cancel()
             if self.confirms_outcome:
                 await context.write(self._down(outcome=request.outcome))
             reader.cancel()
 
-    async def _place(self, request: FakeRequest, context: Any) -> None:
+    async def _place(self, request: FakeRequest, context: Any, writing: asyncio.Lock) -> None:
         """Each attempt once on each stream."""
         last = 0
         while True:
@@ -148,7 +150,8 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                 attach_ticket=b"ticket",
                 prefill_worker_id="prefill-0",
             )
-            await context.write(self._down(placed=placed))
+            async with writing:
+                await context.write(self._down(placed=placed))
 
     async def _read_up(self, request: FakeRequest, context: Any) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
