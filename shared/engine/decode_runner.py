@@ -14,9 +14,12 @@ from shared.engine.executor import DecodeRow, Executor, SampledToken, SequenceFa
 from shared.engine.step_guard import StepGuard
 from shared.kv.block_table import BlockTable
 
-# Replayed tokens a step, all sequences together: each costs what a row costs, so a step over 16 rows at most doubles.
-# Where nobody waits for a token, as many as a prefill chunk has; beyond that a step only gets longer, not cheaper.
+# Replayed tokens a step, all sequences together: as many as others get a token in it, within these bounds. Each costs
+# what a row costs, so replays about double the steps of the others, however few they are: beside one, 16 tokens made its
+# steps seven times as long and the replay no shorter (docs/performance.md has the steps by their rows).
+MIN_REPLAY_TOKENS = 4
 MAX_REPLAY_TOKENS = 16
+# Where nobody waits for a token, as many as a prefill chunk has; beyond that a step only gets longer, not cheaper.
 MAX_REPLAY_TOKENS_ALONE = 64
 
 
@@ -217,7 +220,7 @@ class DecodeRunner:
     def _next_rows(self) -> list[DecodeRow]:
         """One a sequence that can go on. Replays share what a step may replay, in order of joining."""
         able = [sequence for sequence in self._running.values() if sequence.num_feedable > 0]
-        replay_left = MAX_REPLAY_TOKENS_ALONE if all(each.is_replayed for each in able) else MAX_REPLAY_TOKENS
+        replay_left = _replay_tokens(num_waiting=sum(not each.is_replayed for each in able))
         rows: list[DecodeRow] = []
         for sequence in able:
             num_tokens = sequence.num_feedable
@@ -252,3 +255,8 @@ class DecodeRunner:
     def _remove(self, key: RequestKey) -> None:
         del self._running[key]
         self._executor.release(key)
+
+
+def _replay_tokens(*, num_waiting: int) -> int:
+    """What a step may replay beside rows for so many sequences that wait for their next token."""
+    return max(MIN_REPLAY_TOKENS, min(num_waiting, MAX_REPLAY_TOKENS)) if num_waiting else MAX_REPLAY_TOKENS_ALONE

@@ -13,6 +13,7 @@ from shared.domain.sampling import SamplingParams, TokenLogprobs
 from shared.engine.decode_runner import (
     MAX_REPLAY_TOKENS,
     MAX_REPLAY_TOKENS_ALONE,
+    MIN_REPLAY_TOKENS,
     DecodeRunner,
     DecodeSequence,
     DecodeStep,
@@ -279,36 +280,53 @@ def _continued(name: str, num_outputs: int, *, num_blocks: int = 30, upto: int =
 
 
 def test_a_continued_answer_is_replayed_beside_the_others() -> None:
-    """16 tokens a step without a result, then the rest with the next token; the other gets a token each step."""
+    """Some tokens a step without a result, then the rest with the next token; the other gets a token each step."""
     executor = _Executor()
     runner = DecodeRunner(executor)
     runner.apply(_join("other"))
-    runner.apply(_continued("again", MAX_REPLAY_TOKENS + 3))
+    runner.apply(_continued("again", MIN_REPLAY_TOKENS + 3))
     steps = [_step(runner) for _ in range(3)]
 
-    last = 10 + MAX_REPLAY_TOKENS + 2
+    last = 10 + MIN_REPLAY_TOKENS + 2
     assert [step.tokens for step in steps] == [
         (_token("other", 2, 11),),
-        (_token("other", 3, 12), _token("again", MAX_REPLAY_TOKENS + 4, last + 1)),
-        (_token("other", 4, 13), _token("again", MAX_REPLAY_TOKENS + 5, last + 2)),
+        (_token("other", 3, 12), _token("again", MIN_REPLAY_TOKENS + 4, last + 1)),
+        (_token("other", 4, 13), _token("again", MIN_REPLAY_TOKENS + 5, last + 2)),
     ]
     assert executor.fed["again"] == [*range(10, last + 2)]
-    assert [step.num_replayed for step in steps] == [MAX_REPLAY_TOKENS, 2, 0]
+    assert [step.num_replayed for step in steps] == [MIN_REPLAY_TOKENS, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("num_others", "num_replayed"),
+    [(1, MIN_REPLAY_TOKENS), (4, 4), (7, 7), (16, 16), (20, MAX_REPLAY_TOKENS)],
+)
+def test_replays_about_double_the_steps_of_the_others(num_others: int, num_replayed: int) -> None:
+    """As many tokens as there are others who get one; a few for one alone, and never more than the most."""
+    executor = _Executor()
+    runner = DecodeRunner(executor)
+    for number in range(num_others):
+        runner.apply(_join(f"other-{number}"))
+    runner.apply(_join("without credit", upto=1))
+    runner.apply(_continued("again", 100))
+    step = _step(runner)
+
+    assert (num_others, num_replayed) == (len(step.tokens), step.num_replayed)
 
 
 def test_replays_share_a_bound_in_order_of_joining() -> None:
-    """However many come back at once, a step of the others grows by 16 tokens at most."""
+    """However many come back at once, a step of the other grows by no more than one replay makes it grow."""
     executor = _Executor()
     runner = DecodeRunner(executor)
     runner.apply(_join("other"))
     for name in ("first", "second"):
-        runner.apply(_continued(name, MAX_REPLAY_TOKENS + 1))
+        runner.apply(_continued(name, MIN_REPLAY_TOKENS + 1))
     _step(runner)
-    assert {"other": 1, "first": MAX_REPLAY_TOKENS} == {name: len(fed) for name, fed in executor.fed.items()}
+    assert {"other": 1, "first": MIN_REPLAY_TOKENS} == {name: len(fed) for name, fed in executor.fed.items()}
     _step(runner)
 
     # The first is back with its last output token, which is an ordinary row.
-    assert {"other": 2, "first": MAX_REPLAY_TOKENS + 1, "second": MAX_REPLAY_TOKENS} == {
+    assert {"other": 2, "first": MIN_REPLAY_TOKENS + 1, "second": MIN_REPLAY_TOKENS} == {
         name: len(fed) for name, fed in executor.fed.items()
     }
 
