@@ -1,6 +1,7 @@
 """What `transformers` itself answers with the weights of a prepared folder: greedy `generate` in float32."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -31,9 +32,20 @@ def reference_answers(
 def reference_logprobs(model_dir: Path, prompt: Sequence[TokenId], max_tokens: int, num_top: int) -> list[list[float]]:
     """Log probabilities of the likeliest tokens at each place of the greedy answer, likeliest first."""
     answer = _answer(model_dir, tuple(prompt), max_tokens, 1.0)
-    with torch.inference_mode():
+    with torch.inference_mode(), _one_thread():
         logits = _model(model_dir)(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
     return cast("Any", torch.log_softmax(logits.double(), dim=-1).topk(num_top).values).tolist()
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Two threads wait for each other in every product, minutes in all where a core is busy with something else."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @cache
@@ -46,7 +58,7 @@ def _answer(
     model_dir: Path, prompt: tuple[TokenId, ...], max_tokens: int, repetition_penalty: float
 ) -> tuple[TokenId, ...]:
     ids = torch.tensor([prompt])
-    with torch.inference_mode():
+    with torch.inference_mode(), _one_thread():
         output = _model(model_dir).generate(
             ids,
             attention_mask=torch.ones_like(ids),
