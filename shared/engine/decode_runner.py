@@ -15,9 +15,9 @@ from shared.engine.step_guard import StepGuard
 from shared.kv.block_table import BlockTable
 
 # Replayed tokens a step, all sequences together: as many as others get a token in it, within these bounds. Each costs
-# what a row costs, so replays about double the steps of the others, however few they are: beside one, 16 tokens made its
-# steps seven times as long and the replay no shorter (docs/performance.md has the steps by their rows).
-MIN_REPLAY_TOKENS = 4
+# what a row costs, so a replay about doubles the steps of the others, however few they are. Beside a single one 16 made
+# its steps six times as long (7 ms alone, 12 with 3, 40 with 16) and the replay itself hardly shorter.
+MIN_REPLAY_TOKENS = 3
 MAX_REPLAY_TOKENS = 16
 # Where nobody waits for a token, as many as a prefill chunk has; beyond that a step only gets longer, not cheaper.
 MAX_REPLAY_TOKENS_ALONE = 64
