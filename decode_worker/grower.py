@@ -4,10 +4,10 @@ What is decided is in `growth`; here it is done. Runs in the event loop and wait
 later are shared out by the next call.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from decode_worker.growth import PARKED_VICTIM_S, Claim, num_blocks_ahead, share_out
+from decode_worker.growth import KEPT_TOKENS, PARKED_VICTIM_S, Claim, num_blocks_ahead, share_out
 from decode_worker.reservations import Reservations
 from decode_worker.sequence import HeldSequence, Stage
 from shared.domain.clock import Clock
@@ -48,6 +48,7 @@ class Grower:
         self._clock = clock
         self._preempt = preempt
         self._is_short = False  # a running sequence waits for blocks
+        self._awaits_fresh = False  # and a younger one keeps its own for a few tokens
 
     def grant(self, row: HeldSequence) -> None:
         """Tell the engine of the row's credit and blocks."""
@@ -62,6 +63,18 @@ class Grower:
     def blocks_returned(self) -> None:
         """Whoever waits may have them."""
         if self._is_short:
+            self._share_out()
+
+    def moved(self, keys: Iterable[RequestKey]) -> None:
+        """A step has made tokens of these; some may be gone."""
+        for key in keys:
+            if (row := self._rows.get(key)) is not None:
+                self.grow(row)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Who was kept for its next tokens may have made them, or have lost its reader."""
+        if self._awaits_fresh:
             self._share_out()
 
     def _num_wanted(self, row: HeldSequence) -> int:
@@ -81,7 +94,9 @@ class Grower:
 
     def _share_out(self) -> None:
         """The oldest are served, and victims leave until what comes back is enough."""
-        self._is_short = False  # so that a victim whose blocks are back at once does not lead here again
+        self._is_short = self._awaits_fresh = (
+            False  # so that a victim whose blocks are back at once does not lead here again
+        )
         now = self._clock.monotonic()
         while True:
             held = [self._rows[key] for key in self._reservations.holders()]
@@ -91,6 +106,7 @@ class Grower:
                     num_blocks=len(row.block_table),
                     num_wanted=self._num_wanted(row),
                     is_parked=row.is_parked and now - row.moved_at >= PARKED_VICTIM_S,
+                    is_fresh=bool(row.delivered) and row.is_in_engine and row.num_computed < KEPT_TOKENS,
                 )
                 for row in held
                 if row.stage is not Stage.ENDED
@@ -106,4 +122,4 @@ class Grower:
                 self._preempt(self._rows[key])
             if not shares.victims:
                 break
-        self._is_short = shares.is_short
+        self._is_short, self._awaits_fresh = shares.is_short, shares.awaits_fresh

@@ -4,19 +4,25 @@ A sequence begins with blocks for its prompt, the tokens that its client has, an
 runs. Growth of what runs comes before new reservations, and the older request before the younger. Where blocks are
 short a victim leaves the worker and comes back by requeue and replay: parked ones first, then the youngest. The oldest
 is never a victim of a younger one, and each request fits an empty pool, so the oldest always reaches its end.
+
+One that has come back begins with blocks for its next tokens, too, and stays until it has made them: an older one that
+is short waits for that. So a replay is never for nothing, and nobody waits for longer than a replay and those tokens.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared.domain.errors import ErrorCode, ServingError
-from shared.domain.ids import RequestKey
+from shared.domain.ids import Attempt, RequestId, RequestKey
 from shared.domain.request import RequestSpec
+from shared.domain.worker import CONTINUED_TOKENS, num_tokens_at_start
 from shared.kv.layout import KvLayout
 
 # The event loop hears of a step after its end, and its grant counts from the next border between steps on: one or two
 # tokens at most on an idle loop, eight on a busy one. Where blocks come later than that the sequence misses a step.
 GROW_AHEAD_TOKENS = 8
+# So many of its tokens a continued sequence makes before it can be a victim; its first blocks are enough for them.
+KEPT_TOKENS = CONTINUED_TOKENS - GROW_AHEAD_TOKENS
 # A full outbox that moves within this time is a reader a round trip behind, as any is with stop strings: no better a
 # victim than another.
 PARKED_VICTIM_S = 0.5
@@ -34,6 +40,8 @@ class Claim:
     """Blocks that it needs beside those, to go on; 0 for most."""
     is_parked: bool
     """For long enough to be a victim before the others."""
+    is_fresh: bool = False
+    """It is continued, and has not made `KEPT_TOKENS` here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +51,8 @@ class Shares:
     grants: tuple[tuple[RequestKey, int], ...]
     victims: tuple[RequestKey, ...]
     is_short: bool
+    awaits_fresh: bool = False
+    """Somebody who is short waits for the tokens of a fresh one: ask again after each step."""
 
 
 def check_fits(layout: KvLayout, spec: RequestSpec, *, pool_blocks: int) -> None:
@@ -57,7 +67,7 @@ def check_fits(layout: KvLayout, spec: RequestSpec, *, pool_blocks: int) -> None
 def num_blocks_at_start(layout: KvLayout, spec: RequestSpec, *, num_delivered: int) -> int:
     """What a reservation takes; never more than the whole request needs."""
     most = layout.num_blocks_for(spec.max_total_tokens)
-    return min(layout.num_blocks_for(spec.num_prompt_tokens + num_delivered) + 1, most)
+    return min(layout.num_blocks_for(num_tokens_at_start(spec.num_prompt_tokens, num_delivered)) + 1, most)
 
 
 def num_blocks_ahead(layout: KvLayout, spec: RequestSpec, *, last_index: int, upto_index: int) -> int:
@@ -73,13 +83,16 @@ def num_blocks_ahead(layout: KvLayout, spec: RequestSpec, *, last_index: int, up
 def share_out(claims: Iterable[Claim], *, num_available: int, num_returning: int) -> Shares:
     """Serve what is wanted, the oldest request first and none past it; choose victims for what is missing.
 
-    `num_available` blocks can be taken now; `num_returning` will come back from sequences that have ended.
+    `num_available` blocks can be taken now; `num_returning` will come back from sequences that have ended. One that is
+    short does not leave while a younger one is kept for its next tokens: it waits.
     """
-    by_age = sorted(claims, key=lambda claim: (claim.key.request_id, claim.key.attempt))
+    by_age = sorted(claims, key=_age)
     grants: list[tuple[RequestKey, int]] = []
     victims: dict[RequestKey, None] = {}
-    candidates = sorted(by_age, key=lambda claim: claim.is_parked)  # stable: the youngest of the parked comes last
-    is_short = False
+    kept = [claim for claim in by_age if claim.is_fresh and not claim.is_parked and claim.num_wanted == 0]
+    # Stable: the youngest of the parked comes last.
+    candidates = sorted((claim for claim in by_age if claim not in kept), key=lambda claim: claim.is_parked)
+    is_short = awaits_fresh = False
     for claim in by_age:
         if claim.num_wanted == 0 or claim.key in victims:
             continue
@@ -90,8 +103,15 @@ def share_out(claims: Iterable[Claim], *, num_available: int, num_returning: int
         is_short = True
         num_missing = claim.num_wanted - num_available - num_returning
         while num_missing > 0 and claim.key not in victims:
+            if candidates[-1] is claim and not claim.is_parked and kept and _age(claim) < _age(kept[-1]):
+                awaits_fresh = True
+                break
             victim = candidates.pop()
             victims[victim.key] = None
             num_missing -= victim.num_blocks
         num_available, num_returning = 0, max(-num_missing, 0)  # what is left of it serves the next one
-    return Shares(grants=tuple(grants), victims=tuple(victims), is_short=is_short)
+    return Shares(grants=tuple(grants), victims=tuple(victims), is_short=is_short, awaits_fresh=awaits_fresh)
+
+
+def _age(claim: Claim) -> tuple[RequestId, Attempt]:
+    return claim.key.request_id, claim.key.attempt

@@ -128,6 +128,7 @@ class DecodeService:
                 self._preempt(row, "parked")
             elif verdict is Lapse.FORGOTTEN:
                 self._forget(row)
+        self._grower.look_again()
 
     def hand_over(self) -> None:
         """The time of the drain is over: whatever has not ended goes on at another worker."""
@@ -341,9 +342,7 @@ class DecodeService:
             if row is not None:
                 row.is_in_engine = False
                 self._settle(row)
-        for token in step.tokens:  # when what has come back is back
-            if (row := self._rows.get(token.key)) is not None:
-                self._grower.grow(row)
+        self._grower.moved(token.key for token in step.tokens)  # when what has come back is back
 
     def on_engine_dead(self) -> None:
         """No step will ever touch a block again: everything that needed one fails."""

@@ -28,6 +28,7 @@ from shared.domain.worker import (
     WorkerState,
     advance_worker,
     lost_reason,
+    num_tokens_at_start,
 )
 
 
@@ -241,7 +242,7 @@ class Worker:
 def _job(facts: WorkerFacts, spec: RequestSpec, num_delivered: int) -> Job:
     if facts.role is Role.PREFILL:
         return Job(num_blocks=facts.num_blocks_for(spec.num_prompt_tokens), tokens_left=spec.num_prompt_tokens)
-    tokens = spec.num_prompt_tokens + num_delivered
+    tokens = num_tokens_at_start(spec.num_prompt_tokens, num_delivered)
     return Job(num_blocks=facts.num_blocks_at_start(tokens, spec.max_total_tokens), tokens_left=0)
 
 

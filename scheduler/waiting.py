@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shared.domain.ids import RequestId, WorkerId
-from shared.domain.worker import WorkerRef
+from shared.domain.worker import WorkerRef, num_tokens_at_start
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -46,7 +46,7 @@ class Waiter:
     @property
     def num_tokens_at_start(self) -> int:
         """What its sequence begins with at decode."""
-        return self.num_prompt_tokens + self.num_delivered
+        return num_tokens_at_start(self.num_prompt_tokens, self.num_delivered)
 
 
 class Waiting:

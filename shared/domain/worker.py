@@ -7,6 +7,10 @@ from enum import Enum, StrEnum
 from shared.domain.ids import Incarnation, TransferId, WorkerId
 from shared.domain.request import Role, SequenceState
 
+# An answer that comes back costs its prompt and a replay: worth it only if it then gets on by some tokens. Two blocks
+# of the default size; who is older may have to wait for so many steps after the replay, and no longer.
+CONTINUED_TOKENS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRef:
@@ -31,6 +35,11 @@ class KvTarget:
     """Offered by decode, best first."""
     tokens_held: int = 0
     """Prompt tokens whose KV decode already has."""
+
+
+def num_tokens_at_start(num_prompt_tokens: int, num_delivered: int) -> int:
+    """What a sequence begins with at decode; one that is continued with room for its next tokens, too."""
+    return num_prompt_tokens + num_delivered + (CONTINUED_TOKENS if num_delivered else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from scheduler.messages import (
 )
 from shared.domain.ids import Incarnation, RequestKey, TransferId, WorkerId
 from shared.domain.request import FinishReason, Role, SequenceState
-from shared.domain.worker import Capacity, KvTarget, WorkerFacts, WorkerRef
+from shared.domain.worker import Capacity, KvTarget, WorkerFacts, WorkerRef, num_tokens_at_start
 
 
 class SimWorker:
@@ -137,7 +137,7 @@ class SimWorker:
 
     def num_blocks_at_start(self, body: ReserveJob) -> int:
         """As real decode reserves."""
-        tokens = body.spec.num_prompt_tokens + len(body.delivered_ids)
+        tokens = num_tokens_at_start(body.spec.num_prompt_tokens, len(body.delivered_ids))
         return self.facts().num_blocks_at_start(tokens, body.spec.max_total_tokens)
 
 

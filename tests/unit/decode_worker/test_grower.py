@@ -3,6 +3,7 @@
 import pytest
 
 from decode_worker.grower import Grower
+from decode_worker.growth import KEPT_TOKENS
 from decode_worker.outbox import Outbox
 from decode_worker.reservations import Reservation, Reservations
 from decode_worker.sequence import HeldSequence, Stage, hold
@@ -20,11 +21,11 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", blo
 
 
 class Running:
-    """Rows that run, in a pool of twelve blocks; a victim's blocks come back when the test says so."""
+    """Rows that run, in a small pool; a victim's blocks come back when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 12) -> None:
         self.clock = HandClock()
-        self.pool = BlockPool(12)
+        self.pool = BlockPool(num_blocks)
         self.reservations = Reservations(pool=self.pool, block_size=4, max_sequences=9)
         self.rows: dict[RequestKey, HeldSequence] = {}
         self.engine: FakeEngine[DecodeCommand] = FakeEngine()
@@ -49,7 +50,7 @@ class Running:
         del self.rows[row.key]
         self.grower.blocks_returned()
 
-    def row(self, name: str, num_blocks: int) -> HeldSequence:
+    def row(self, name: str, num_blocks: int, *, delivered: tuple[TokenId, ...] = ()) -> HeldSequence:
         """Four prompt tokens; runs with so many blocks."""
         spec = RequestSpec(
             request_id=RequestId(name),
@@ -66,11 +67,11 @@ class Running:
         row = self.rows[key] = hold(
             spec,
             granted,
-            delivered=(),
+            delivered=delivered,
             epoch=Epoch(1),
             layout=LAYOUT,
             incarnation=Incarnation(9),
-            outbox=Outbox(capacity=40),
+            outbox=Outbox(capacity=40, num_delivered=len(delivered)),
             now=0.0,
         )
         row.stage = Stage.RUNNING
@@ -83,7 +84,8 @@ class Running:
         """Tokens up to that one are made."""
         while row.outbox.last_index < upto:
             row.take(row.outbox.last_index + 1, SampledToken(token_id=TokenId(1)), None)
-        self.grower.grow(row)
+            row.num_computed += 1
+        self.grower.moved([row.key])
 
 
 @pytest.fixture
@@ -125,6 +127,34 @@ def test_one_that_is_the_youngest_leaves_itself(running: Running) -> None:
     running.move(young, 5)
 
     assert running.left == [young]
+
+
+def test_one_that_came_back_leaves_when_it_has_made_its_tokens() -> None:
+    """The older one waits, and has the blocks then."""
+    running = Running(num_blocks=15)
+    old, back = running.row("a", 4), running.row("b", 11, delivered=(TokenId(1),))
+    running.move(old, 5)
+    running.move(back, KEPT_TOKENS)  # one less, for it began with token 1
+    running.grower.look_again()
+    assert running.left == []
+    assert len(old.block_table) == 4
+    running.move(back, KEPT_TOKENS + 1)
+    assert running.left == [back]
+    running.settle(back)
+
+    assert len(old.block_table) == 5
+
+
+def test_one_that_came_back_and_is_not_read_leaves(running: Running) -> None:
+    """It is found out without a step: it makes none."""
+    old, back = running.row("a", 4), running.row("b", 8, delivered=(TokenId(1),))
+    running.move(old, 5)
+    assert running.left == []
+    back.granted_upto = 1
+    running.clock.advance(0.5)
+    running.grower.look_again()
+
+    assert running.left == [back]
 
 
 def test_who_has_ended_or_has_no_credit_wants_nothing(running: Running) -> None:

@@ -34,9 +34,9 @@ def spec(num_prompt_tokens: int, max_tokens: int) -> RequestSpec:
     )
 
 
-def claim(name: str, num_blocks: int, num_wanted: int = 0, *, is_parked: bool = False) -> Claim:
+def claim(name: str, num_blocks: int, num_wanted: int = 0, *, is_parked: bool = False, is_fresh: bool = False) -> Claim:
     """By its name: a is the oldest."""
-    return Claim(key=key(name), num_blocks=num_blocks, num_wanted=num_wanted, is_parked=is_parked)
+    return Claim(key=key(name), num_blocks=num_blocks, num_wanted=num_wanted, is_parked=is_parked, is_fresh=is_fresh)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,8 @@ def claim(name: str, num_blocks: int, num_wanted: int = 0, *, is_parked: bool = 
     [
         (4, 100, 0, 2),  # the prompt's block and one more
         (5, 100, 0, 3),
-        (5, 100, 4, 4),  # nine tokens are there
+        (5, 100, 4, 12),  # nine tokens are there, and CONTINUED_TOKENS more have room
+        (5, 30, 4, 9),  # never more than the whole answer needs
         (5, 3, 0, 2),  # never more than the whole answer needs
         (8, 1, 0, 3),
     ],
@@ -117,6 +118,27 @@ def test_who_leaves_when_blocks_are_short(claims: list[Claim], returning: int, e
 
     assert [key(name) for name in expected] == list(shares.victims)
     assert shares.is_short
+
+
+@pytest.mark.parametrize(
+    ("claims", "expected", "awaits_fresh"),
+    [
+        ([claim("a", 5, 1), claim("b", 5, is_fresh=True)], [], True),  # the oldest waits for it, and stays itself
+        ([claim("a", 5, 1), claim("b", 5), claim("c", 5, is_fresh=True)], ["b"], False),  # another one does
+        ([claim("a", 5, 7), claim("b", 5), claim("c", 5, is_fresh=True)], ["b"], True),  # but has not enough
+        ([claim("a", 5, is_fresh=True), claim("b", 5, 1)], ["b"], False),  # for an older one nobody waits
+        ([claim("a", 5, 1), claim("b", 5, is_fresh=True, is_parked=True)], ["b"], False),  # it makes no tokens
+        ([claim("a", 5, 1), claim("b", 5, 1, is_fresh=True)], ["b"], False),  # nor does this one
+        ([claim("a", 5, 1), claim("b", 5, 1), claim("c", 5, is_fresh=True)], ["b"], False),
+        ([claim("a", 5, 1, is_parked=True), claim("b", 5, is_fresh=True)], ["a"], False),  # nobody waits for a reader
+    ],
+)
+def test_who_has_come_back_stays_for_some_tokens(claims: list[Claim], expected: list[str], awaits_fresh: bool) -> None:
+    """A replay whose answer leaves at once would be for nothing."""
+    shares = share_out(claims, num_available=0, num_returning=0)
+
+    assert [key(name) for name in expected] == list(shares.victims)
+    assert (True, awaits_fresh) == (shares.is_short, shares.awaits_fresh)
 
 
 def test_the_youngest_of_the_parked_goes_first() -> None:

@@ -49,7 +49,7 @@ def test_a_continued_answer_joins_without_a_first_token(table: Table) -> None:
     """It is committed by coverage alone, replays what the client has, and its reader begins behind that."""
     key = table.reserve(delivered=(50, 51))
     row = table.begin_copy(key)
-    assert len(row.block_table) == 3
+    assert len(row.block_table) == 6  # never more than its longest answer needs
     table.end_copy(row)
     join = table.engine.commands[0]
     assert isinstance(join, Join)

@@ -55,9 +55,9 @@ def test_before_the_first_heartbeat_our_own_books_count() -> None:
 
 
 def test_a_sequence_is_booked_with_a_block_to_go_on_into() -> None:
-    """Prompt, what its gateway holds, one block more; never beyond its longest answer."""
+    """Prompt, what its gateway holds and a replay is worth it for, one block more; never beyond its longest answer."""
     worker = connected()
-    for delivered, max_tokens, blocks in [(0, 100, 3), (12, 100, 3), (13, 100, 4), (0, 12, 2), (0, 13, 3)]:
+    for delivered, max_tokens, blocks in [(0, 100, 3), (12, 100, 5), (13, 100, 6), (0, 12, 2), (13, 20, 3)]:
         worker.book(KEY, make_spec(prompt=20, max_tokens=max_tokens), delivered)
         assert 10 - blocks == worker.free_blocks
 

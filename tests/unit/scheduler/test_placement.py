@@ -122,9 +122,9 @@ def test_a_worker_that_failed_is_left_out_while_another_could_serve() -> None:
     assert ("p", "d0") == chosen(asked, [prefill()], [failed])
 
 
-@pytest.mark.parametrize(("delivered", "free", "fits"), [(0, 3, True), (0, 2, False), (28, 4, True), (29, 4, False)])
+@pytest.mark.parametrize(("delivered", "free", "fits"), [(0, 3, True), (0, 2, False), (12, 5, True), (13, 5, False)])
 def test_decode_needs_room_for_the_beginning(delivered: int, free: int, fits: bool) -> None:
-    """Prompt, delivered tokens and a block; the whole answer must only fit an empty pool."""
+    """Prompt, delivered tokens with as many more as make them worth it, and a block; never the whole answer."""
     asked = waiter(20, 160)
     asked.num_delivered = delivered
 

@@ -5,6 +5,7 @@ import pytest
 from shared.domain.ids import Incarnation, WorkerId
 from shared.domain.request import Role
 from shared.domain.worker import (
+    CONTINUED_TOKENS,
     LossLimits,
     WorkerChange,
     WorkerFacts,
@@ -13,6 +14,7 @@ from shared.domain.worker import (
     WorkerState,
     advance_worker,
     lost_reason,
+    num_tokens_at_start,
 )
 
 LIMITS = LossLimits(silence_s=5.0, step_stall_s=10.0)
@@ -87,3 +89,9 @@ def test_only_a_hello_brings_a_lost_worker_back() -> None:
 def test_a_sequence_begins_with_a_block_to_go_on_into(tokens: int, longest: int, blocks: int) -> None:
     """Where its longest answer can reach one."""
     assert blocks == facts().num_blocks_at_start(tokens, longest)
+
+
+@pytest.mark.parametrize(("delivered", "tokens"), [(0, 20), (1, 21 + CONTINUED_TOKENS), (9, 29 + CONTINUED_TOKENS)])
+def test_a_continued_sequence_begins_with_room_for_its_next_tokens(delivered: int, tokens: int) -> None:
+    """So that a replay is not for nothing."""
+    assert tokens == num_tokens_at_start(20, delivered)
