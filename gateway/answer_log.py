@@ -26,13 +26,15 @@ class AnswerLog:
         *,
         key_hash: str,
         served: bytes,
+        deadline_unix_ms: int = 0,
         logged: LoggedAnswer | None,
         on_superseded: Callable[[], None],
     ) -> None:
-        """`logged`: what this session has taken over."""
+        """`deadline_unix_ms` of a new answer, 0 = none; `logged`: what this session has taken over."""
         self._store = store
         self._key_hash = key_hash
         self._served = served
+        self._deadline_unix_ms = deadline_unix_ms
         self._on_superseded = on_superseded
         self.session = FIRST_SESSION if logged is None else logged.session
         self._head = None if logged is None else logged.head
@@ -52,10 +54,19 @@ class AnswerLog:
         """Of which tokens are logged."""
         return self._attempt
 
+    def tokens_behind(self, num_tokens: int) -> tuple[list[TokenId], list[TokenLogprobs]]:
+        """What is logged of the answer beyond its first `num_tokens`."""
+        return self._ids[num_tokens:], self._logprobs[num_tokens:]
+
     async def begin(self, spec: RequestSpec) -> None:
         """Before the scheduler hears of the request. Nothing is written where the log was taken over."""
         if self._head is None:
-            self._head = LogHead(spec=spec, key_hash=self._key_hash, served=self._served)
+            self._head = LogHead(
+                spec=spec,
+                key_hash=self._key_hash,
+                served=self._served,
+                deadline_unix_ms=self._deadline_unix_ms,
+            )
             self._behind.set()
             await self._catch_up()
 

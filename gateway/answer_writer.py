@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gateway import sse
 from gateway.answer import ClientLink, Frame, Head
@@ -38,6 +39,7 @@ class AnswerWriter:
         self._model = model
         self._stream = sse.EventStream(served.encoder(identity, model), from_index if intake.is_resumable else None)
         self._parts: list[TextPart] = []  # of a whole answer
+        self._unput = b""  # made, and cut off while it waited for room
         self.ids: list[TokenId] = []
         """The whole answer so far."""
         self.cached_tokens = 0
@@ -97,12 +99,13 @@ class AnswerWriter:
                 break
         return parts
 
-    async def put(self, parts: Sequence[TextPart]) -> None:
-        """The newest tokens' text, one delta a token, also of several."""
+    async def put(self, parts: Sequence[TextPart], *, last_index: int | None = None) -> None:
+        """The text up to that of token `last_index`, by default the newest: one delta a token, also of several."""
+        last_index = self.num_tokens if last_index is None else last_index
         if not self.is_stream:
             self._parts += parts
-        elif any(part.text for part in parts):
-            await self._put_text(self._stream.deltas(parts, self.num_tokens - len(parts) + 1))
+        elif any(part.text for part in parts) and not self._stream.is_over:  # one that stalled has had its last words
+            await self._put_text(self._stream.deltas(parts, last_index - len(parts) + 1))
 
     async def put_again(self, ids: Sequence[TokenId], logprobs: Sequence[TokenLogprobs]) -> bool:
         """Tokens of an earlier session. Whether a stop string ends them."""
@@ -114,7 +117,7 @@ class AnswerWriter:
         return bool(parts) and parts[-1].is_stop
 
     def flush(self) -> list[TextPart]:
-        """What was held back, for `put_end`."""
+        """What was held back, for `put_end` or `tell_error`."""
         return [self._intake.text.flush()]
 
     async def put_end(self, parts: Sequence[TextPart], reason: FinishReason, *, last_index: int) -> None:
@@ -136,13 +139,14 @@ class AnswerWriter:
         )
         await self._put_whole(200, {}, json.dumps(body).encode())
 
-    async def tell_error(self, error: ServingError) -> None:
-        """In the stream where it has started, else as a status."""
+    async def tell_error(self, error: ServingError, rest: Sequence[TextPart] = ()) -> None:
+        """In the stream where it has started, behind all text, the last of which is `rest`; else as a status."""
         match self._stream.state:
             case sse.StreamState.NOT_STARTED:
                 await self._put_whole(http_status(error), error_headers(error), error_body(error))
             case sse.StreamState.STREAMING:
-                await self._put(Frame(data=self._stream.error(error)))
+                text = self._stream.deltas(rest, self.num_tokens + 1)
+                await self._put(Frame(data=text + self._stream.error(error), has_text=any(part.text for part in rest)))
             case sse.StreamState.DONE | sse.StreamState.ERRORED:
                 pass  # a client that has stalled got it already
 
@@ -167,5 +171,11 @@ class AnswerWriter:
         self._queued_index = self.num_tokens
 
     async def _put(self, item: Head | Frame) -> None:
+        """Text that was cut off while it waited goes first: the stream counts it as said."""
+        if isinstance(item, Frame):
+            if self._unput:
+                item = replace(item, data=self._unput + item.data, has_text=True)
+            self._unput = item.data
         with contextlib.suppress(ChannelClosed):
             await self._link.out.put(item)
+        self._unput = b""

@@ -107,7 +107,7 @@ class SessionGroup:
             self._fail(child.error)
 
     async def _pass_on(self, choice: int, child: Session, frame: Frame) -> None:
-        if self._error is not None:
+        if self._error is not None and not self._has_head:
             return
         if not self.is_stream:
             self._bodies[choice] = frame.data
@@ -124,7 +124,7 @@ class SessionGroup:
         self._is_settled.set()
 
     def _fail(self, error: ServingError) -> None:
-        """The first error counts; the other children are cancelled."""
+        """The first error counts; the other children are cancelled, and end a stream with the text that they have."""
         if self._error is not None:
             return
         self._error = error
@@ -133,11 +133,11 @@ class SessionGroup:
         for child in self._children:
             if child.error is None:
                 child.cancel(CancelReason.SIBLING, sibling)
-            _end_link(child)
+            if not self._has_head:
+                _end_link(child)
 
     async def _tell_end(self) -> None:
         """The one end of all answers, or the one error."""
-        has_head = self.is_stream and self._num_admitted == len(self._children)
         with contextlib.suppress(ChannelClosed):
             if self._error is None:
                 self._is_ended = True
@@ -145,10 +145,15 @@ class SessionGroup:
                     await self.link.out.put(Frame(data=self._encoder().end(self._usage())))
                 else:
                     await self._put_whole(200, {}, self._whole())
-            elif has_head:
+            elif self._has_head:
                 await self.link.out.put(Frame(data=self._encoder().error(self._error)))
             else:
                 await self._put_whole(http_status(self._error), error_headers(self._error), error_body(self._error))
+
+    @property
+    def _has_head(self) -> bool:
+        """Whether a stream has begun: its client hears of an error in it, behind all text."""
+        return self.is_stream and self._num_admitted == len(self._children)
 
     async def _put_whole(self, status: int, headers: dict[str, str], body: bytes) -> None:
         headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}

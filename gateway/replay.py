@@ -64,7 +64,7 @@ class Replay:
         writer.cached_tokens = tokens.cached_tokens
         await writer.put_again(tokens.ids, tokens.logprobs)
         if self._outcome.error is not None:
-            await writer.tell_error(self._outcome.error)
+            await writer.tell_error(self._outcome.error, writer.flush())
             return
         reason = self._outcome.finish_reason or FinishReason.STOP
         await writer.put_end(writer.flush(), reason, last_index=writer.num_tokens + 1)

@@ -33,11 +33,13 @@ from gateway.clients.tokens import (
     TokenSubscription,
 )
 from gateway.control import ControlLine
+from gateway.ending import Ending
 from gateway.intake import Intake
 from gateway.journal import Journal
 from gateway.request_id import Identity
 from gateway.served_form import ServedForm
 from gateway.services import Resumption, Services
+from gateway.timeouts import deadline_to_unix_ms
 from shared.aio.scope import cancel_and_wait, spawn, stop_when
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, RequestKey
@@ -47,8 +49,9 @@ from shared.state.stream_log import LoggedAnswer, superseded
 
 # The client has its answer; the record's end follows by one message. Longer means a scheduler that is away.
 _OUTCOME_WAIT_S = 5.0
-# The word of a failure comes by the scheduler, tokens come directly: what was computed before may be a moment behind.
-_LAST_TOKENS_S = 0.1
+# The word of a failure comes by the scheduler, tokens come directly: what was computed before may be a moment behind,
+# on a busy machine a few tenths of a second.
+_LAST_TOKENS_S = 0.5
 # After a refused attach: time for the scheduler to say how the attempt ended (a lost worker takes it 5 s, and it may
 # be a new one that has to be found and to adopt the request first).
 _REFUSED_WAIT_S = 30.0
@@ -85,6 +88,7 @@ class Session:
                 services.logs,
                 key_hash=key_hash,
                 served=served.to_bytes(),
+                deadline_unix_ms=deadline_to_unix_ms(intake.deadline, services.clock),
                 logged=logged,
                 on_superseded=self.supersede,
             )
@@ -110,17 +114,11 @@ class Session:
         )
         self._attempts = Attempts()
         self._subscription: TokenSubscription | None = None
-        self._break_error: ServingError | None = None
-        self._is_broken_off = asyncio.Event()
-        self._is_answered = False
+        self._ending = Ending()
         self._finish_reason: FinishReason | None = None  # the answer's own, or the outcome's
-        self._cancel_reason: CancelReason | None = None
-        self._cancel_asked = asyncio.Event()
         self._client_gone = asyncio.Event()
-        self._has_left = asyncio.Event()  # the request goes on without this session
+        self._is_caught_up = asyncio.Event()  # with the log that was taken over
         self._is_stop_complete = False  # the logged tokens end with a stop string
-        self._outcome: Outcome | None = None
-        self._has_outcome = asyncio.Event()
 
     @property
     def is_stream(self) -> bool:
@@ -130,7 +128,7 @@ class Session:
     @property
     def error(self) -> ServingError | None:
         """Why the answer has no end of its own; None while it is under way and where it has one."""
-        return None if self._is_answered else self._break_error
+        return None if self._ending.is_answered else self._ending.error
 
     @property
     def usage(self) -> Usage:
@@ -157,45 +155,43 @@ class Session:
                     await cancel_and_wait(helper)
         except Exception:  # noqa: BLE001 - the top of a session: a bug in one request must not end the others
             _log.exception("session failed", request_id=self._id)
-            self._break_off(ServingError(ErrorCode.INTERNAL, "the server failed"))
-            if self._break_error is not None and not self.link.is_over.is_set():
-                await self._writer.tell_error(self._break_error)
+            self._ending.break_off(ServingError(ErrorCode.INTERNAL, "the server failed"))
+            if self._ending.error is not None and not self.link.is_over.is_set():
+                await self._writer.tell_error(self._ending.error)
         finally:
             self.link.out.close()
             if self._subscription is not None:
                 self._subscription.close()
             if self._writer.num_tokens:
                 self._journal.usage = self.usage
-            self._journal.write(self._end_state(), self._break_error if not self._is_answered else None)
+            self._journal.write(self._ending.state, self.error)
 
     def cancel(self, reason: CancelReason, error: ServingError) -> None:
         """Ends the request, unless its answer is complete; the first reason counts. `error` is told to the client.
 
         A resumable one outlives its gateway: its stream ends without an end, and is resumed elsewhere.
         """
-        if self._has_left.is_set():
+        if self._ending.left.is_set():
             return
         if reason is CancelReason.SHUTDOWN and self.log is not None and not self.log.is_behind:
             self._leave()
-            self._is_broken_off.set()
+            self._ending.broken_off.set()
             return
-        if self._cancel_reason is None:
-            self._cancel_reason = reason
+        if self._ending.ask_cancel(reason):
             self._journal.cancel_reason = reason
-            self._cancel_asked.set()
-        self._break_off(error)
+        self._ending.break_off(error)
 
     def supersede(self, by: int | None = None) -> None:
         """A newer reader has the answer: nothing more goes upstream, and the client is told, if it has no end yet.
 
         Nothing where `by`, the number of the other one, is not newer.
         """
-        if not self._is_answered and (by is None or by > self._session_number):
+        if not self._ending.is_answered and (by is None or by > self._session_number):
             self._leave()
-            self._break_off(superseded())
+            self._ending.break_off(superseded())
 
     def _leave(self) -> None:
-        self._has_left.set()
+        self._ending.left.set()
         if self._subscription is not None:
             self._subscription.close()
 
@@ -203,7 +199,7 @@ class Session:
         """The client is gone: a takeover comes before the end that is written here, or sees it."""
         await self._client_gone.wait()
         await asyncio.sleep(self._services.resumable_grace_s)
-        if not self._is_answered and self._break_error is None:
+        if not self._ending.is_answered and self._ending.error is None:
             error = ServingError(ErrorCode.CANCELLED, "the client left")
             await log.end(Outcome(state=RequestState.CANCELLED, error=error))
             self.cancel(CancelReason.DISCONNECT, error)
@@ -219,7 +215,7 @@ class Session:
             spec = self._intake.spec(self._id, limit)
             if self.log is not None:
                 await self.log.begin(spec)
-            async with stop_when(self._has_left):
+            async with stop_when(self._ending.left):
                 outcome = await self._control.run(spec)
         except ServingError as error:
             kind = RequestState.CANCELLED if error.code is ErrorCode.CANCELLED else RequestState.FAILED
@@ -229,13 +225,12 @@ class Session:
         if outcome.error is not None and outcome.error.code is ErrorCode.SUPERSEDED:
             self.supersede()
             return
-        self._outcome = outcome
-        self._has_outcome.set()
+        self._ending.learn(outcome)
         if self._resumption is not None and outcome.error is None:
             await self._check_resumed_end(outcome)
         if outcome.error is None:
             if self._subscription is None and not self._writer.ids:
-                self._break_off(ServingError(ErrorCode.INTERNAL, "the answer was lost on its way"))
+                self._ending.break_off(ServingError(ErrorCode.INTERNAL, "the answer was lost on its way"))
                 return
             # Without a subscription, or where its attach came too late, what is here is as much as was made.
             self._finish_reason = self._finish_reason or outcome.finish_reason or FinishReason.STOP
@@ -244,22 +239,23 @@ class Session:
                 self._subscription.conclude(self._finish_reason)
         elif outcome.state is RequestState.FAILED and self._subscription is not None:
             await asyncio.sleep(_LAST_TOKENS_S)
-            self._break_off(outcome.error)
+            self._ending.break_off(outcome.error)
         else:
-            self._break_off(outcome.error)
+            self._ending.break_off(outcome.error)
 
     async def _check_resumed_end(self, outcome: Outcome) -> None:
         """What an earlier session has acknowledged without writing it (Redis was away) cannot be had any more."""
+        await self._is_caught_up.wait()
         if self._subscription is not None:
             await asyncio.sleep(_LAST_TOKENS_S)
-        is_whole = self._is_answered or self._is_stop_complete or self._writer.is_whole(outcome.finish_reason)
+        is_whole = self._ending.is_answered or self._is_stop_complete or self._writer.is_whole(outcome.finish_reason)
         if not is_whole:
-            self._break_off(ServingError(ErrorCode.INTERNAL, "the answer was lost on its way"))
+            self._ending.break_off(ServingError(ErrorCode.INTERNAL, "the answer was lost on its way"))
 
     async def _pass_on_cancel(self) -> None:
-        await self._cancel_asked.wait()
-        if self._cancel_reason is not None:
-            await self._control.ask_cancel(self._cancel_reason)
+        await self._ending.cancel_asked.wait()
+        if self._ending.cancel_reason is not None:
+            await self._control.ask_cancel(self._ending.cancel_reason)
 
     def _on_queued(self, queued: Queued) -> None:
         self._journal.mark_queued()
@@ -275,7 +271,7 @@ class Session:
         """The relay answers when the client has taken everything; where the answer has its end nobody need wait."""
         self._attempts.requeued(requeued)
         self._cut_closed()
-        if self._is_answered:
+        if self._ending.is_answered:
             await self._answer_question()
 
     def _cut_closed(self) -> None:
@@ -284,34 +280,40 @@ class Session:
 
     async def _await_outcome(self) -> None:
         """A cancel that nobody confirmed is left in Redis, for the scheduler that comes next."""
-        if self._has_left.is_set() or (not self._control.is_known and not self._has_outcome.is_set()):
+        if self._ending.left.is_set() or (not self._control.is_known and not self._ending.has_outcome.is_set()):
             return
         try:
             async with asyncio.timeout(_OUTCOME_WAIT_S):
-                await self._has_outcome.wait()
+                await self._ending.has_outcome.wait()
         except TimeoutError:
-            if self._cancel_reason is not None:
-                await self._services.canceller.leave_mark(self._id, self._cancel_reason)
+            if self._ending.cancel_reason is not None:
+                await self._services.canceller.leave_mark(self._id, self._ending.cancel_reason)
 
     # ---- the answer
 
     async def _answer(self) -> None:
         """Returns when the client has been told an end, or nobody is there to be told."""
-        async with stop_when(self._is_broken_off):
+        async with stop_when(self._ending.broken_off):
             await self._relay()
-        error = self._break_error
-        if error is not None:
-            if self.log is not None and not self._has_left.is_set():
-                is_cancel = error.code in (ErrorCode.CANCELLED, ErrorCode.SLOW_CLIENT)
-                state = RequestState.CANCELLED if is_cancel else RequestState.FAILED
-                await self.log.end(Outcome(state=state, error=error))
+        error = self._ending.error
+        if error is None:
+            return
+        if self._ending.left.is_set():  # what is held back is for the newer reader to show, in its place
             await self._writer.tell_error(error)
+            return
+        if self.log is not None:
+            is_cancel = error.code in (ErrorCode.CANCELLED, ErrorCode.SLOW_CLIENT)
+            state = RequestState.CANCELLED if is_cancel else RequestState.FAILED
+            await self.log.end(Outcome(state=state, error=error))
+            await self._writer.put_again(*self.log.tokens_behind(self._writer.num_tokens))
+        await self._writer.tell_error(error, self._writer.flush())
 
     async def _relay(self) -> None:
         """Attempt by attempt."""
         if self._resumption is not None:
             await self._show_logged(self._resumption.logged)
-        while not self._is_answered and self._break_error is None:
+            self._is_caught_up.set()
+        while not self._ending.is_answered and self._ending.error is None:
             placed = await self._next_place()
             if placed is None:
                 break
@@ -327,11 +329,11 @@ class Session:
             if self._is_stop_complete:  # the session before could not say it any more
                 await self._finish_early(self._subscription, [])
             await self._read_attempt(self._subscription)
-            if not self._is_answered:  # an answer's last acknowledgement still goes this way
+            if not self._ending.is_answered:  # an answer's last acknowledgement still goes this way
                 self._subscription.close()
                 self._subscription = None
                 self._attempts.close(placed.attempt)
-        if self._is_answered:
+        if self._ending.is_answered:
             await self._answer_question()
 
     async def _next_place(self) -> Placed | None:
@@ -360,7 +362,7 @@ class Session:
 
     async def _read_attempt(self, subscription: TokenSubscription) -> None:
         """To the answer's end or the attempt's."""
-        while not self._is_answered and self._break_error is None:
+        while not self._ending.is_answered and self._ending.error is None:
             event = await subscription.get()
             match event:
                 case TokensArrived():
@@ -394,7 +396,7 @@ class Session:
             self._writer.cached_tokens = event.cached_tokens
         if self.log is not None:  # into Redis, then to the socket, then acknowledged
             await self.log.append(event, attempt=subscription.key.attempt)
-            if self._has_left.is_set():
+            if self._ending.left.is_set():
                 return
         parts = self._writer.feed(event.ids, event.logprobs)
         if parts[-1].is_stop:
@@ -422,11 +424,12 @@ class Session:
         """The last parts of the text, up to that of token `last_index`, and the end.
 
         Nothing where the answer was broken off in the same pass of the loop, before the scope's cancel came through:
-        the client is told that error, and an answer has one head and one end.
+        the client is told that error behind the text, and an answer has one head and one end.
         """
-        if self._break_error is not None:
+        if self._ending.error is not None:
+            await self._writer.put(parts, last_index=last_index)
             return
-        self._is_answered = True  # from here on nothing breaks it off: it only waits for room
+        self._ending.is_answered = True  # from here on nothing breaks it off: it only waits for room
         self._finish_reason = reason
         self._attempts.changed.set()
         if self.log is not None:
@@ -454,7 +457,7 @@ class Session:
         return self._writer.has_taken_all and not self._client_gone.is_set()
 
     def _acknowledge_all(self) -> None:
-        if self._subscription is not None and self._is_answered and self._cancel_reason is None:
+        if self._subscription is not None and self._ending.is_answered and self._ending.cancel_reason is None:
             self._subscription.ack(self._writer.num_tokens)
 
     # ---- the client
@@ -470,22 +473,7 @@ class Session:
         self.cancel(CancelReason.SLOW_CLIENT, error)
         return self._writer.last_words(error)
 
-    # ---- ends
-
-    def _break_off(self, error: ServingError) -> None:
-        """The answer ends with an error, unless it has an end. The first error counts."""
-        if self._break_error is None and not self._is_answered:
-            self._break_error = error
-            self._is_broken_off.set()
-
-    def _end_state(self) -> RequestState:
-        if self._outcome is not None and not self._is_answered:
-            return self._outcome.state
-        if self._cancel_reason not in (None, CancelReason.DEADLINE) or (
-            self._has_left.is_set() and not self._is_answered
-        ):
-            return RequestState.CANCELLED
-        return RequestState.FINISHED if self._is_answered else RequestState.FAILED
+    # ---- for the control line
 
     @property
     def _session_number(self) -> int:

@@ -1,6 +1,7 @@
 """Reading a resumable answer on: from which token, by whom, and what then serves it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from gateway.intake import IntakeReader
 from gateway.journal import Journal
@@ -10,6 +11,7 @@ from gateway.served_form import ServedForm
 from gateway.services import Resumption, Services
 from gateway.session import Session
 from gateway.sessions import Sessions
+from gateway.timeouts import deadline_from_unix_ms
 from shared.domain.errors import ErrorCode, ServingError
 from shared.obs.logs import get_logger
 from shared.state.client import state_unavailable
@@ -55,6 +57,8 @@ class Streams:
         journal.num_prompt_tokens = len(intake.prompt_ids)
         resumption = Resumption(logged=logged, from_index=from_index)
         if logged.outcome is None:
+            deadline = deadline_from_unix_ms(logged.head.deadline_unix_ms, self._services.clock)
+            intake = replace(intake, deadline=deadline)
             return Session(self._services, intake, identity, journal, key_hash=asked_by, resumption=resumption)
         return Replay(
             intake,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gateway.intake import Intake
+from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 
 HEADER = "x-request-timeout"
@@ -44,3 +45,13 @@ def header_timeout_s(headers: Mapping[str, str]) -> float | None:
             param="X-Request-Timeout",
         )
     return timeout_s
+
+
+def deadline_to_unix_ms(deadline: float | None, clock: Clock) -> int:
+    """For what is kept in Redis; 0 = none."""
+    return 0 if deadline is None else clock.unix_ms() + round((deadline - clock.monotonic()) * 1000)
+
+
+def deadline_from_unix_ms(unix_ms: int, clock: Clock) -> float | None:
+    """By this gateway's clock, of what another gateway has kept."""
+    return clock.monotonic() + (unix_ms - clock.unix_ms()) / 1000 if unix_ms else None

@@ -14,6 +14,8 @@ class LogHead:
     spec: RequestSpec
     key_hash: str
     served: bytes
+    deadline_unix_ms: int = 0
+    """When the client's time is over; 0 = never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,7 @@ class StreamLog:
             head.key_hash,
             spec_to_bytes(head.spec),
             head.served,
+            head.deadline_unix_ms,
             tokens.last_index,
             tokens_to_bytes(tokens) if tokens.ids else b"",
         )
@@ -145,6 +146,7 @@ def _from_entries(session: int, entries: Sequence[dict[str, bytes]]) -> LoggedAn
             spec=spec_from_bytes(head["spec"]),
             key_hash=head["key"].decode(),
             served=head["served"],
+            deadline_unix_ms=int(head.get("deadline", 0)),
         ),
         tokens=LoggedTokens(
             first_index=1, ids=tuple(ids), logprobs=tuple(logprobs), attempt=attempt, cached_tokens=cached_tokens

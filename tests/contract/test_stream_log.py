@@ -25,6 +25,7 @@ HEAD = LogHead(
         has_stop_strings=True,
     ),
     key_hash="aa",
+    deadline_unix_ms=1_800_000_000_123,
     served=b'{"form": "chunks"}',
 )
 FINISHED = Outcome(state=RequestState.FINISHED, finish_reason=FinishReason.STOP)
@@ -154,6 +155,30 @@ async def test_a_write_that_comes_late_takes_nothing_back(client: StateClient) -
     read = await log.take_over(REQUEST_ID, "aa")
     assert read is not None
     assert tokens(1, 4) == read.tokens
+
+
+async def test_a_write_that_comes_late_takes_no_end_back(client: StateClient) -> None:
+    """Neither does one with more tokens: the first end stands."""
+    log = StreamLog(client)
+    await log.write(HEAD, 1, tokens(1, 2))
+    await log.end(REQUEST_ID, 1, 2, FINISHED)
+    for last in (2, 3):
+        await log.write(HEAD, 1, tokens(1, last))
+    read = await log.take_over(REQUEST_ID, "aa")
+    assert read is not None
+    assert (0, tokens(1, 2), FINISHED) == (read.session, read.tokens, read.outcome)
+
+
+async def test_a_log_without_a_deadline_has_none(client: StateClient) -> None:
+    """As an earlier version wrote it."""
+    log = StreamLog(client)
+    await log.write(HEAD, 1, tokens(1, 0))
+    ((_, head),) = await client.call("XRANGE", log_key(REQUEST_ID), "-", "+")
+    await client.call("DEL", log_key(REQUEST_ID))
+    await client.call("XADD", log_key(REQUEST_ID), "*", *head[: head.index(b"deadline")])
+    read = await log.take_over(REQUEST_ID, "aa")
+    assert read is not None
+    assert replace(HEAD, deadline_unix_ms=0) == read.head
 
 
 async def test_a_store_that_stands_still_takes_no_reader_off(client: StateClient, valkey: RedisServer) -> None:

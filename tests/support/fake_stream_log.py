@@ -1,5 +1,6 @@
 """The log of resumable answers in memory, with the fences of the real one."""
 
+import asyncio
 from dataclasses import replace
 from typing import cast
 
@@ -14,10 +15,13 @@ NO_TOKENS = LoggedTokens(first_index=1, ids=(), attempt=Attempt(0))
 
 
 class FakeStreamLog:
-    """`is_away` makes every call fail."""
+    """`is_away` makes every call fail; without `may_answer` tokens wait."""
 
     def __init__(self) -> None:
         self.is_away = False
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.num_waiting = 0
         self.answers: dict[RequestId, LoggedAnswer] = {}
         self.num_writes = 0
 
@@ -33,9 +37,15 @@ class FakeStreamLog:
 
     async def write(self, head: LogHead, session: int, tokens: LoggedTokens) -> None:
         self._check(head.spec.request_id, session)
+        held = self.answers.get(head.spec.request_id)
+        if held is not None and held.session == session and held.outcome is not None:
+            return
         self.answers[head.spec.request_id] = LoggedAnswer(session=session, head=head, tokens=tokens, outcome=None)
 
     async def append(self, request_id: RequestId, session: int, tokens: LoggedTokens) -> None:
+        self.num_waiting += 1
+        await self.may_answer.wait()
+        self.num_waiting -= 1
         self._check(request_id, session)
         held = self.answers.get(request_id)
         if held is None or held.tokens.last_index + 1 != tokens.first_index:

@@ -9,6 +9,7 @@ from gateway.clients.tokens import TokensArrived
 from shared.aio.scope import cancel_and_wait
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, RequestId, TokenId
+from shared.domain.logged import LogHead
 from shared.domain.request import FinishReason, Outcome, RequestSpec, RequestState
 from shared.domain.sampling import SamplingParams
 from shared.state.stream_log import LoggedAnswer
@@ -24,7 +25,9 @@ class Subject:
     def __init__(self, store: FakeStreamLog, logged: LoggedAnswer | None = None) -> None:
         self.store = store
         self.num_superseded = 0
-        self.log = AnswerLog(store.as_real, key_hash="k", served=b"s", logged=logged, on_superseded=self._count)
+        self.log = AnswerLog(
+            store.as_real, key_hash="k", served=b"s", deadline_unix_ms=77, logged=logged, on_superseded=self._count
+        )
 
     def _count(self) -> None:
         self.num_superseded += 1
@@ -49,9 +52,8 @@ async def test_a_whole_life_is_written(store: FakeStreamLog) -> None:
     """Question first, then tokens by attempt, then the end."""
     subject = Subject(store)
     await subject.log.begin(SPEC)
-    assert (SPEC, "k", b"s", 1) == (
-        store.only.head.spec, store.only.head.key_hash, store.only.head.served, store.only.session
-    )  # fmt: skip
+    assert LogHead(spec=SPEC, key_hash="k", served=b"s", deadline_unix_ms=77) == store.only.head
+    assert 1 == store.only.session
     await subject.append(5, 6, cached=16)
     await subject.append(7, attempt=2)
     await subject.log.end(FINISHED)
@@ -59,6 +61,7 @@ async def test_a_whole_life_is_written(store: FakeStreamLog) -> None:
     assert ((5, 6, 7), 16, 2, FINISHED) == (
         stored.tokens.ids, stored.tokens.cached_tokens, stored.tokens.attempt, stored.outcome
     )  # fmt: skip
+    assert ([6, 7], []) == subject.log.tokens_behind(1)
     assert (2, False, 0) == (subject.log.last_attempt, subject.log.is_behind, subject.num_superseded)
 
 
@@ -92,7 +95,7 @@ async def test_while_the_store_is_away_nothing_waits_for_it(store: FakeStreamLog
     assert (True, num_writes, ()) == (subject.log.is_behind, store.num_writes, subject.stored_ids)
     store.is_away = False
     keeper = asyncio.get_running_loop().create_task(subject.log.keep_whole())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while subject.log.is_behind:
             await asyncio.sleep(0.01)
     assert (5, 6) == subject.stored_ids

@@ -1,16 +1,18 @@
 """Frames of one answer, and the part of it that a returning client lacks."""
 
+import asyncio
 import json
 from itertools import islice
 
 import pytest
 
-from gateway.answer import ClientLink, Frame, Head
+from gateway.answer import MAX_FRAMES, ClientLink, Frame, Head
 from gateway.answer_writer import AnswerWriter
 from gateway.intake import IntakeReader
 from gateway.request_id import Identity
 from gateway.served_form import ServedForm
 from shared.aio.channel import ChannelClosed
+from shared.aio.scope import cancel_and_wait
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestId, TokenId
 from shared.domain.request import FinishReason
@@ -61,14 +63,14 @@ async def frames(link: ClientLink) -> list[Head | Frame]:
 
 
 def deltas(items: list[Head | Frame]) -> list[tuple[int | None, str]]:
-    """Id and text of each delta."""
+    """Id and text of each delta; an error is none."""
     data = b"".join(item.data for item in items if isinstance(item, Frame))
     found: list[tuple[int | None, str]] = []
     for block in BlockSplitter().feed(data, at=0.0):
         if block.data is None or block.data == "[DONE]":
             continue
-        choice = json.loads(block.data)["choices"][0]
-        if text := choice["delta"].get("content"):
+        chunk = json.loads(block.data)
+        if "choices" in chunk and (text := chunk["choices"][0]["delta"].get("content")):
             ids = [int(value) for name, value in block.fields if name == "id"]
             found.append((ids[0] if ids else None, text))
     return found
@@ -171,3 +173,43 @@ def test_what_an_end_by_the_scheduler_must_fit() -> None:
     writer.feed([*output_ids()[1:], SCRIPTED_EOS_ID], ())
     assert writer.is_whole(FinishReason.LENGTH)
     assert writer.is_whole(FinishReason.STOP)
+
+
+async def test_an_error_comes_behind_all_text() -> None:
+    """What was held back, with a number of its own, and half a character as U+FFFD."""
+    writer, link = make()
+    writer.start(0)
+    ids = output_ids()
+    await writer.put(writer.feed([*ids[:4], ids[-1]], ()))
+    await writer.tell_error(ServingError(ErrorCode.WORKER_LOST, "x"), writer.flush())
+    shown = await frames(link)
+    data = b"".join(item.data for item in shown if isinstance(item, Frame))
+    assert [(1, "a"), (3, "ä"), (6, "#\ufffd")] == deltas(shown)
+    assert data.index(b"ufffd") < data.index(b"worker_lost")
+
+
+async def test_text_that_waited_for_room_is_not_lost() -> None:
+    """Broken off while it waited: it leaves with whatever comes next, once, in its place."""
+    writer, link = make()
+    writer.start(0)
+    while link.out.try_put(Frame(data=b"")):
+        pass
+    first, *others = output_ids()
+    waiting = asyncio.get_running_loop().create_task(writer.put(writer.feed([first], ())))
+    await asyncio.sleep(0)
+    await cancel_and_wait(waiting)
+    for _ in range(MAX_FRAMES):
+        await link.out.get()
+    await writer.put(writer.feed(others[:2], ()))
+    await writer.tell_error(ServingError(ErrorCode.WORKER_LOST, "x"))
+    assert [(1, "a"), (3, "ä")] == deltas(await frames(link))
+
+
+async def test_behind_the_last_words_nothing_comes() -> None:
+    """A client that stalled has been told; what is still under way is counted and not shown."""
+    writer, link = make()
+    writer.start(0)
+    writer.last_words(ServingError(ErrorCode.SLOW_CLIENT, "x"))
+    await writer.put(writer.feed(output_ids(), ()))
+    await writer.tell_error(ServingError(ErrorCode.SLOW_CLIENT, "x"), writer.flush())
+    assert (len(output_ids()), []) == (writer.num_tokens, deltas(await frames(link)))

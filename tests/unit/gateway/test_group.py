@@ -16,7 +16,7 @@ from tests.support.gateway_app import RunningGateway, running_gateway
 from tests.support.http_client import HttpStream, exchange, open_request
 from tests.support.script import Script, counting
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 USAGE = {"stream_options": {"include_usage": True}}
 
 
@@ -306,3 +306,19 @@ async def test_a_drain_ends_all_answers() -> None:
 
     assert ("draining", 1) == ((record.error or {})["code"], record.num_done)
     assert [["shutdown"]] * 2 == [request.cancel_reasons for request in backend.requests.values()]
+
+
+async def test_an_error_comes_behind_the_text_of_all() -> None:
+    """What was held back of the one that failed and of the others: nobody lacks the text of a token that came."""
+    backend = FakeBackend()
+    backend.max_tokens_out = 2
+    script = Script(pieces=["a", "#", "b"])
+    async with running_gateway(backend) as running:
+        body = {**script.body(stop=["##"]), "stream": True, "n": 3}
+        async with open_request(running.port, "POST", CHAT_PATH, body=body) as stream:
+            await until_all(running, 3, lambda request: request.acked == 2)
+            await exchange(running.port, "DELETE", f"/v1/requests/{stream.headers['x-firsttoken-request']}")
+            record = await read(stream)
+        await until_idle(running)
+
+    assert ("cancelled", dict.fromkeys(range(3), "a#")) == ((record.error or {})["code"], record.texts)

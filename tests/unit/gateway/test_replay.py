@@ -11,7 +11,8 @@ from shared.domain.request import Outcome, RequestState
 from tests.support.chat import CHAT_PATH
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_stream_log import FakeStreamLog
-from tests.support.gateway_app import WAIT_S, running_gateway, until_idle
+from tests.support.gateway_app import WAIT_S, running_gateway, the_request, until, until_idle
+from tests.support.http_client import exchange
 from tests.support.resuming import API_PATH, ReadSoFar, ask_resumable, read_on, resume
 from tests.support.script import Script
 
@@ -40,18 +41,24 @@ async def test_a_finished_answer_is_the_same_again(path: str, has_logprobs: bool
     assert 1 == len(backend.only.starts)
 
 
-async def test_a_failed_answer_fails_again() -> None:
-    """With the text that it had, and its error."""
+@pytest.mark.parametrize("path", [CHAT_PATH, API_PATH])
+async def test_a_failed_answer_fails_again(path: str) -> None:
+    """With the text that it had, that which was held back too, and its error."""
     store, backend = FakeStreamLog(), FakeBackend()
-    backend.failure_after = (3, ServingError(ErrorCode.KV_CORRUPT, "bad"))
+    backend.max_tokens_out = 4
     async with running_gateway(backend, logs=store.as_real) as running:
-        async with ask_resumable(running.port, SCRIPT) as (stream, first):
+        async with ask_resumable(running.port, SCRIPT, path=path, stop=["##"]) as (stream, first):
+            await until(await the_request(running), lambda request: request.acked == 4)
+            await exchange(running.port, "DELETE", f"/v1/requests/{first.request_id}")
             await read_on(stream, first)
-        again = ReadSoFar(request_id=first.request_id)
-        async with resume(running.port, again) as stream:
-            await read_on(stream, again)
+        for from_index in range(first.last_id + 1):
+            again = ReadSoFar(request_id=first.request_id, last_id=from_index)
+            async with resume(running.port, again) as stream:
+                await read_on(stream, again)
+            assert ("cancelled", True) == (again.error, first.text.endswith(again.text))
+            assert (from_index == 0) == (again.text == first.text)
         await until_idle(running)
-    assert ("kv_corrupt", "kv_corrupt", "a\u00e4") == (first.error, again.error, again.text)
+    assert ("cancelled", "a\u00e4#", 5) == (first.error, first.text, first.last_id)
 
 
 async def test_a_reader_that_leaves_ends_a_long_one() -> None:

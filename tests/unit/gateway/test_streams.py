@@ -7,12 +7,14 @@ import pytest
 
 from gateway.streams import wanted_from
 from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.lifecycle import deadline_exceeded
+from shared.domain.request import CancelReason
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_stream_log import FakeStreamLog
 from tests.support.gateway_app import WAIT_S, running_gateway, the_request, until, until_idle
 from tests.support.http_client import exchange
 from tests.support.resuming import STREAMS_PATH, ReadSoFar, ask_resumable, read_on, resume
-from tests.support.script import counting
+from tests.support.script import Script, counting
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,7 @@ async def test_a_reader_goes_on_where_it_was_cut() -> None:
     async with running_gateway(backend, logs=store.as_real) as running:
         async with ask_resumable(running.port, script) as (stream, read):
             await read_on(stream, read, max_events=8)
+            await until(backend.only, lambda request: request.acked == 10)
             stream.cut()
         async with resume(running.port, read) as stream:
             await until(backend.only, lambda request: len(request.attaches) == 2)
@@ -52,32 +55,95 @@ async def test_a_reader_goes_on_where_it_was_cut() -> None:
     assert store.only.outcome is not None
 
 
-async def test_the_older_reader_is_told() -> None:
-    """Its stream ends with the error `superseded`."""
-    store, backend = FakeStreamLog(), FakeBackend()
-    backend.max_tokens_out = 10
+async def test_a_reader_has_what_is_left_of_the_time() -> None:
+    """And not all of it again: the deadline stays where the first gateway has set it."""
+    script, store, backend = counting(40), FakeStreamLog(), FakeBackend()
+    backend.max_tokens_out = 5
     async with running_gateway(backend, logs=store.as_real) as running:
-        async with ask_resumable(running.port, counting(40)) as (stream, older):
-            await read_on(stream, older, max_events=8)
+        async with ask_resumable(running.port, script, timeout=500) as (stream, read):
+            await read_on(stream, read, max_events=4)
+            stream.cut()
+        ((request_id, held),) = store.answers.items()
+        earlier = replace(held.head, deadline_unix_ms=held.head.deadline_unix_ms - 400_000)
+        store.answers[request_id] = replace(held, head=earlier)
+        async with resume(running.port, read) as stream:
+            await until(backend.only, lambda request: len(request.starts) == 2)
+            backend.let_out(None)
+            await read_on(stream, read)
+        await until_idle(running)
+    first, second = (start.timeout_ms for start in backend.only.starts)
+    assert (True, True) == (490_000 < first <= 500_000, 0 < second <= 100_000)
+    assert script.text() == read.text
+
+
+async def test_a_reader_that_comes_when_the_time_is_over_is_told() -> None:
+    """Behind the text that the log has, of which it lacks the end; held back text too."""
+    script, store, backend = Script(pieces=["a", "b", "c", "#", "d"]), FakeStreamLog(), FakeBackend()
+    backend.max_tokens_out = 4
+    async with running_gateway(backend, logs=store.as_real) as running:
+        async with ask_resumable(running.port, script, stop=["##"]) as (stream, read):
+            await read_on(stream, read, max_events=2)
+            await until(backend.only, lambda request: request.acked == 4)
+            stream.cut()
+        ((request_id, held),) = store.answers.items()
+        store.answers[request_id] = replace(held, head=replace(held.head, deadline_unix_ms=1))
+        async with resume(running.port, read) as stream:
+            await read_on(stream, read)
+        await until_idle(running)
+    assert ("timeout", "abc#", 5) == (read.error, read.text, read.last_id)
+    assert store.only.outcome is not None
+
+
+async def test_tokens_that_only_the_log_has_are_shown_before_an_error() -> None:
+    """Broken off between the two."""
+    script, store, backend = counting(40), FakeStreamLog(), FakeBackend()
+    backend.max_tokens_out = 5
+    async with running_gateway(backend, logs=store.as_real) as running:
+        async with ask_resumable(running.port, script) as (stream, read):
+            await until(backend.only, lambda request: request.acked == 5)
+            store.may_answer.clear()
+            backend.let_out(6)
+            async with asyncio.timeout(WAIT_S):
+                while store.num_waiting == 0:
+                    await asyncio.sleep(0.01)
+            (session,) = running.gateway.sessions.of_request(backend.only.spec.request_id)
+            session.cancel(CancelReason.DEADLINE, deadline_exceeded())
+            await read_on(stream, read)
+        await until_idle(running)
+    assert ("timeout", script.text(6)) == (read.error, read.text)
+    assert 6 == len(store.only.tokens.ids)
+
+
+async def test_the_older_reader_is_told() -> None:
+    """Its stream ends with the error `superseded`; what may become a stop string is left to the newer one."""
+    store, backend = FakeStreamLog(), FakeBackend()
+    script = Script(pieces=["a", "b", "#", "##", "c"])
+    backend.max_tokens_out = 3
+    async with running_gateway(backend, logs=store.as_real) as running:
+        async with ask_resumable(running.port, script, stop=["###"]) as (stream, older):
+            await until(await the_request(running), lambda request: request.acked == 3)
             newer = ReadSoFar(request_id=older.request_id)
             async with resume(running.port, newer) as resumed:
                 await read_on(stream, older)
                 backend.let_out(None)
                 await read_on(resumed, newer)
         await until_idle(running)
-    assert ("superseded", counting(40).text()) == (older.error, newer.text)
+    assert ("superseded", "ab", "ab", "stop") == (older.error, older.text, newer.text, newer.finish_reason)
 
 
 async def test_nothing_is_acknowledged_while_no_client_is_there() -> None:
     """Until the grace is over; then the end is written, and the scheduler is asked to cancel."""
     store, backend = FakeStreamLog(), FakeBackend()
     backend.max_tokens_out = 10
-    async with running_gateway(backend, logs=store.as_real, resumable_grace_s=0.5) as running:
+    async with running_gateway(backend, logs=store.as_real, resumable_grace_s=2.0) as running:
         async with ask_resumable(running.port, counting(40)) as (stream, read):
             await read_on(stream, read, max_events=11)
             await until(backend.only, lambda request: request.acked == 10)
             stream.cut()
-        await asyncio.sleep(0.1)  # the gateway sees the cut; nothing tells a test when
+        async with asyncio.timeout(WAIT_S):
+            while running.server.server_state.connections:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # the session sees the cut a few passes of the loop later; nothing tells a test when
         backend.let_out(20)
         await until(backend.only, lambda request: request.cancel_reasons)
         await until_idle(running)

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from gateway.intake import IntakeReader
-from gateway.timeouts import HEADER, TimeoutRule, header_timeout_s
+from gateway.timeouts import HEADER, TimeoutRule, deadline_from_unix_ms, deadline_to_unix_ms, header_timeout_s
 from shared.domain.errors import ErrorCode, ServingError
 from shared.text.chat import ChatTokenizer
+from tests.support.hand_clock import HandClock
 from tests.support.script import counting
 
 RULE = TimeoutRule(default_s=600.0, max_s=3600.0)
@@ -59,3 +60,16 @@ def test_a_body_whose_timeout_is_no_time_is_refused(timeout: object) -> None:
     with pytest.raises(ServingError) as caught:
         deadline(timeout=timeout)
     assert (ErrorCode.INVALID_REQUEST, "timeout") == (caught.value.code, caught.value.param)
+
+
+def test_a_deadline_is_the_same_moment_at_another_gateway() -> None:
+    """Monotonic clocks have nothing in common: it goes by the wall clock, and what has passed meanwhile is gone."""
+    here, there = HandClock(monotonic=100.0, unix_ms=5_000_000), HandClock(monotonic=7.0, unix_ms=5_004_000)
+    kept = deadline_to_unix_ms(112.5, here)
+    assert (5_012_500, 15.5) == (kept, deadline_from_unix_ms(kept, there))
+
+
+def test_no_deadline_stays_none() -> None:
+    """As 0."""
+    clock = HandClock()
+    assert (0, None) == (deadline_to_unix_ms(None, clock), deadline_from_unix_ms(0, clock))
