@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from tests.support import ports, processes
 from tests.support.http_client import HttpAnswer, exchange
@@ -20,8 +21,8 @@ from tests.support.metrics import Scrape, scrape
 from tests.support.polling import eventually
 
 FIRSTTOKEN = str(Path(sys.executable).parent / "firsttoken")
-START_TIMEOUT_S = 120.0  # the first start of a machine may have to prepare the model
-STOP_TIMEOUT_S = 45.0  # the drain limit of a service (30 s) and a little
+START_TIMEOUT_S = 180.0  # the first start of a machine may have to prepare the model
+STOP_TIMEOUT_S = 90.0  # the drain limit of a service (30 s) and more
 LOG_TAIL_LINES = 15
 LOG_LINE_CHARS = 400
 LOGS_LINE = "logs: "
@@ -44,6 +45,10 @@ class Service:
         return int(self.admin_url.rsplit(":", 1)[1].rstrip("/"))
 
     @property
+    def port(self) -> int:
+        return int(self.address.rsplit(":", 1)[1])
+
+    @property
     def live_pid(self) -> int:
         assert self.pid, f"{self.id} has no known process"
         return self.pid
@@ -59,6 +64,8 @@ class Status:
     blocks: Mapping[str, Mapping[str, int]]
     unreleased: int
     sequences: Mapping[str, int]
+    peers: tuple[str, ...]
+    """Admin URLs of the other gateways."""
 
     def of_role(self, role: str) -> list[Service]:
         return sorted((s for s in self.services if s.role == role), key=lambda s: s.id)
@@ -86,7 +93,15 @@ def parse_status(document: Mapping[str, Any]) -> Status:
         blocks=document["blocks"],
         unreleased=document["unreleased"],
         sequences=document["sequences"],
+        peers=tuple(document["peers"]),
     )
+
+
+async def _status_at(admin_port: int) -> Status:
+    answer = await exchange(admin_port, "GET", "/status")
+    if answer.status != 200:
+        raise LookupError(f"the gateway is only starting: {answer.status}")
+    return parse_status(answer.json())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,10 +122,14 @@ class Cluster:
         return f"http://127.0.0.1:{self.port}"
 
     async def status(self) -> Status:
-        """Raises OSError while the gateway is away."""
-        answer = await exchange(self.admin_port, "GET", "/status")
-        assert 200 == answer.status, answer.body
-        return parse_status(answer.json())
+        """As the first gateway has it. Raises OSError while it is away, LookupError while it is only starting."""
+        return await _status_at(self.admin_port)
+
+    async def gateways(self) -> list[Service]:
+        """All, each by its own word, the first one first. Raises OSError or LookupError as `status` does."""
+        first = await self.status()
+        others = [await _status_at(urlsplit(url).port or 0) for url in first.peers]
+        return [status.one("gateway") for status in (first, *others)]
 
     async def metrics(self, service: Service) -> Scrape:
         return await scrape(service.admin_port)
@@ -125,13 +144,19 @@ class Cluster:
     async def delete(self, request_id: str) -> HttpAnswer:
         return await exchange(self.port, "DELETE", f"/v1/requests/{request_id}")
 
-    async def wait_ready(self, *, within_s: float = 30.0) -> Status:
-        """Every service is ready, and the gateway says so itself."""
+    async def wait_ready(self, *, within_s: float = 60.0) -> Status:
+        """Every service is ready, and each gateway says so itself."""
         status = await eventually(
             self.status,
             lambda s: all(service.ready for service in s.services),
             within_s=within_s,
             what="all services ready",
+        )
+        await eventually(
+            self.gateways,
+            lambda gateways: all(gateway.ready for gateway in gateways),
+            within_s=within_s,
+            what="all gateways ready",
         )
         await eventually(
             lambda: exchange(self.admin_port, "GET", "/readyz"),
@@ -187,7 +212,7 @@ class Cluster:
                 processes.kill_all(self.pids())
                 raise AssertionError(f"`up` has not stopped in {STOP_TIMEOUT_S} s\n{self.log_tail()}") from None
             assert 0 == code, self.log_tail()
-        self.wait_gone(within_s=5.0)
+        self.wait_gone(within_s=20.0)
         shutil.rmtree(self.log_path.parent)
 
 
