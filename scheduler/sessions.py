@@ -38,9 +38,9 @@ from scheduler.waste import wasted
 from shared.domain import lifecycle_events as events
 from shared.domain.errors import ServingError
 from shared.domain.ids import Epoch, RequestKey
-from shared.domain.lifecycle import Verdict
+from shared.domain.lifecycle import RequestRecord, Verdict
 from shared.domain.request import Role, SequenceState
-from shared.domain.worker import LossLimits, WorkerChange, WorkerState
+from shared.domain.worker import NO_WORK, LossLimits, Work, WorkerChange, WorkerState
 
 # Whatever a worker holds ends by itself within 45 s (decisions §1), and its tombstones after 60 s.
 LOST_FORGOTTEN_S = 60.0
@@ -227,18 +227,20 @@ class WorkerSessions:
         entry = self._ledger.get(key.request_id)
         is_orphan = entry is None and key in worker.owed
         if is_orphan or self._is_held(worker, key):  # not said before
-            job = worker.jobs.get(key)
-            work = report.work
-            if job is not None and job.computed_tokens > work.computed_tokens:  # the worker has forgotten it
-                work = replace(work, computed_tokens=job.computed_tokens)
-            record = None if entry is None else entry.record
-            for waste in wasted(record, key.attempt, worker.facts.role, work):
-                self._lives.emit(Wasted(waste=waste))
+            self._count_waste(None if entry is None else entry.record, worker, key, report.work)
         worker.released(key)
         released = events.Released(worker=worker.ref, released_attempt=key.attempt, blocks_freed=report.blocks_freed)
         if not is_orphan:
             self._lives.feed(entry, released, now)
         self._settle_worker(worker, now)
+
+    def _count_waste(self, record: RequestRecord | None, worker: Worker, key: RequestKey, work: Work) -> None:
+        """The attempt is over on this worker, which says what it did for it; or cannot, and its reports must do."""
+        job = worker.jobs.get(key)
+        if job is not None and job.computed_tokens > work.computed_tokens:  # the worker has forgotten it
+            work = replace(work, computed_tokens=job.computed_tokens)
+        for waste in wasted(record, key.attempt, worker.facts.role, work):
+            self._lives.emit(Wasted(waste=waste))
 
     def _attempt_failed(self, worker: Worker, key: RequestKey, error: ServingError, now: float) -> None:
         entry = self._ledger.get(key.request_id)
@@ -290,4 +292,8 @@ class WorkerSessions:
         self._lives.emit(Noted(what="worker gone", worker_id=worker.worker_id, reason=reason))
         self._fleet.remove(worker)
         for entry in self._ledger:
+            holds = (*entry.record.holds, *entry.record.unreleased)
             self._lives.lose_holder(entry, worker, events.WorkerGone(worker=worker.ref), now)
+            for hold in holds:
+                if hold.worker == worker.ref:  # by what has become of the request
+                    self._count_waste(entry.record, worker, RequestKey(entry.request_id, hold.attempt), NO_WORK)

@@ -1,6 +1,8 @@
 """Work done in vain: what a worker computed for an attempt and no answer is made of. Pure.
 
-Counted when the worker lets go of the attempt. Of a worker that is lost nobody says what it had computed.
+Counted when the worker lets go of the attempt. A worker that is lost and comes back says then what it had done; of one
+that does not, what it had reported counts: whole prompts. Tokens that it had sent are the client's, and feeding them
+again elsewhere counts there.
 """
 
 from dataclasses import dataclass

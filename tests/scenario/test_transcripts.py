@@ -78,7 +78,7 @@ from shared.domain.request import (
     StoredRequest,
 )
 from shared.domain.sampling import SamplingParams
-from shared.domain.worker import Capacity, KvTarget, LossLimits, WorkerFacts, WorkerRef
+from shared.domain.worker import Capacity, KvTarget, LossLimits, Work, WorkerFacts, WorkerRef
 
 FOLDER = Path(__file__).parent / "scheduler"
 TRANSCRIPTS = sorted(FOLDER.glob("*.txt"))
@@ -251,13 +251,20 @@ class Runner:
                 attach_ticket=b"ticket",
             ),
             "refused": ReserveRefusedTold(free_blocks=int(options.get("free", 0))),
-            "prefilled": PrefillDoneTold(),
+            "prefilled": PrefillDoneTold(computed_tokens=int(options.get("computed", 0))),
             "committed": KvCommittedTold(),
             "done": SequenceDoneTold(finish_reason=FinishReason.STOP, completion_tokens=3),
             "preempted": PreemptedTold(),
             "failed": AttemptFailedTold(error=ServingError(ErrorCode.KV_TRANSFER_FAILED, "no sign of the sender")),
             "stopping": AttemptFailedTold(error=ServingError(ErrorCode.DRAINING, "the worker is being stopped")),
-            "released": ReleasedTold(blocks_freed=int(options.get("freed", 0))),
+            "released": ReleasedTold(
+                blocks_freed=int(options.get("freed", 0)),
+                work=Work(
+                    computed_tokens=int(options.get("computed", 0)),
+                    replayed_tokens=int(options.get("replayed", 0)),
+                    undelivered_tokens=int(options.get("undelivered", 0)),
+                ),
+            ),
         }
         return [ReportTold(session=self.sessions[name], number=self.numbers[name], key=key, report=reports[kind])]
 
