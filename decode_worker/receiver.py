@@ -24,7 +24,7 @@ from shared.kv.memory import KvMemory
 from shared.obs.metrics import Metrics
 from shared.transfer.copier import Copier
 from shared.transfer.handshake import GRPC, SHM, Acquaintances
-from shared.transfer.staging import StagingError, StagingView
+from shared.transfer.staging import StagingError, StagingGoneError, StagingView
 from shared.wire import common_pb2, kv_pb2, kv_pb2_grpc
 
 _OPEN_TIMEOUT_S = 5.0  # the first message of a stream is sent with its opening
@@ -37,6 +37,10 @@ class _Damaged(Exception):
         super().__init__(code, message)
         self.code = code
         self.message = message
+
+
+class _GivenUp(Exception):
+    """The sender gave the segment up under the copy: what was read may be anything, and is not held."""
 
 
 class KvReceiver(kv_pb2_grpc.KvTransferServicer):
@@ -160,7 +164,7 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         staging: StagingView | None,
         context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]",
     ) -> int | Reject | None:
-        """To the next frame: the acknowledgement or the refusal; None when the sender has closed the stream."""
+        """To the next frame: the acknowledgement or the refusal; None when the sender has done with the stream."""
         while (message := await context.read()) is not aio.EOF:
             match message.WhichOneof("message"):
                 case "frame":
@@ -216,12 +220,18 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
 
     async def _take_frame(
         self, row: HeldSequence, stream: int, staging: StagingView | None, frame: kv_pb2.KvFrame
-    ) -> int | Reject:
-        """Check and copy; returns the number up to which all frames are in the pool."""
+    ) -> int | Reject | None:
+        """Check and copy; returns the number up to which all frames are in the pool.
+
+        None for a frame that waited here, while this process stood still, until its sender had given it up: the stream
+        is over, and what is to become of the attempt is for others to say.
+        """
         payload: bytes | memoryview = frame.payload
         if staging is not None:
             try:
                 payload = staging.part(frame.staging_offset, frame.staging_length)
+            except StagingGoneError:
+                return self._late(row)
             except StagingError as error:
                 return Reject(code=RejectCode.BAD_RANGE, message=str(error))
         judged = row.receiver.accept(frame_header_from_wire(frame), num_payload_bytes=len(payload), stream=stream)
@@ -241,17 +251,19 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         staging: StagingView | None,
         write: WriteBlocks,
         payload: bytes | memoryview,
-    ) -> int | Reject:
+    ) -> int | Reject | None:
         acked_upto = 0
 
         def copy() -> None:
-            if zlib.crc32(payload) != write.crc32:
+            is_sound = zlib.crc32(payload) == write.crc32
+            if is_sound:
+                self._memory.write(
+                    write.block_ids, layer_start=write.layer_start, layer_end=write.layer_end, payload=payload
+                )
+            if staging is not None and not staging.is_valid:  # asked last: it is given up before it is written again
+                raise _GivenUp
+            if not is_sound:
                 raise _Damaged(RejectCode.BAD_CHECKSUM, f"frame {write.number}")
-            self._memory.write(
-                write.block_ids, layer_start=write.layer_start, layer_end=write.layer_end, payload=payload
-            )
-            if staging is not None and not staging.is_valid:
-                raise _Damaged(RejectCode.BAD_RANGE, "the segment was given away under the copy")
 
         copying = self._copier.submit(copy)
 
@@ -260,7 +272,7 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
             error = asyncio.CancelledError() if copied.cancelled() else copied.exception()
             if error is not None:
                 row.receiver.copy_failed(write.number, stream=stream)
-                if not isinstance(error, _Damaged):  # that is refused by its stream; without one it is only not held
+                if not isinstance(error, _Damaged | _GivenUp):  # the stream refuses it; without one it is not held
                     self._service.fail_transfer(row, ServingError(ErrorCode.INTERNAL, "internal error"))
                 self._service.copy_returned(row, 0)
                 return
@@ -271,9 +283,16 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         # The stream may break and the attempt may end meanwhile: the copy goes on, and is waited for by the row.
         try:
             await asyncio.shield(copying)
+        except _GivenUp:
+            return self._late(row)
         except _Damaged as error:
             return Reject(code=error.code, message=error.message)
         return acked_upto
+
+    def _late(self, row: HeldSequence) -> None:
+        """Nobody's fault and nobody's end: a sender that lives opens the transfer again."""
+        self._metrics.refused_total.add("late_frame")
+        self._log.debug("late frame", key=str(row.key))
 
     def _refuse(self, row: HeldSequence, rejected: Reject) -> None:
         """A frame that cannot be taken. Damage is the attempt's end; a late stream's frames are nobody's."""

@@ -42,6 +42,10 @@ class StagingError(Exception):
     """A peer's file cannot be used; the message holds no path of ours."""
 
 
+class StagingGoneError(StagingError):
+    """The sender has given the segment up: its stream is over there, and nothing in it means anything any more."""
+
+
 def sealed_file(num_bytes: int) -> int:
     """A new anonymous file of this size, for good; the number of its descriptor. Raises OSError."""
     descriptor = os.memfd_create(SEGMENT_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -200,9 +204,9 @@ class StagingView:
         return bytes(self._view[: _HEADER.size]) == self._expected
 
     def part(self, offset: int, num_bytes: int) -> memoryview:
-        """A frame's payload. Raises StagingError outside the slots, and when the segment was given away."""
+        """A frame's payload. Raises StagingError outside the slots, StagingGoneError when the segment was given up."""
         if not self.is_valid:
-            raise StagingError("the segment is another transfer's")
+            raise StagingGoneError("the segment is not this transfer's any more")
         if offset < HEADER_BYTES or num_bytes > MAX_FRAME_BYTES or offset + num_bytes > len(self._view):
             raise StagingError(f"bytes [{offset}, {offset + num_bytes}) of {len(self._view)}")
         return self._view[offset : offset + num_bytes]

@@ -12,7 +12,7 @@ from shared.engine.kv_digest import digest_layout
 from shared.kv.frames import RejectCode
 from shared.kv.memory import KvMemory
 from shared.rpc.errors import serving_error
-from shared.wire import common_pb2, scheduler_pb2
+from shared.wire import common_pb2, kv_pb2, scheduler_pb2
 from tests.support.raw_sender import RawSender
 from tests.support.worker_pair import expected_ids, key_of, scripted_engine, scripted_spec, worker_pair
 
@@ -82,25 +82,38 @@ async def test_a_damaged_frame_fails_the_attempt() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm"], indirect=True)
-async def test_a_segment_that_was_given_to_another_transfer_fails_the_attempt(transport: str) -> None:
-    """A sender that uses it again too early: what lies in it now is never put into an answer, nor what comes later."""
+@pytest.mark.parametrize("has_next", [False, True])
+async def test_a_frame_whose_segment_was_given_up_is_late(transport: str, has_next: bool) -> None:
+    """As a process that stood still finds it: what lies there now, maybe another transfer's, is never put into an
+    answer. It is no damage either: the stream ends, the attempt stays, and another stream may bring the rest.
+    """
     spec = scripted_spec("r", repeat=5, num_prompt_tokens=NUM_PROMPT_TOKENS)
     key = key_of("r")
     async with worker_pair(with_prefill=False) as pair:
-        sender = RawSender(pair, spec, await pair.reserve(spec))
+        sender = RawSender(pair, spec, reserved := await pair.reserve(spec))
         assert (await sender.hello()).transport == transport
         push = await sender.open()
         await push.held()
         await push.send(sender.frames[:2])
         message = sender.message(3, sender.frames[2])
         assert sender.segment is not None
-        sender.segment.claim(TransferId(sender.target.transfer_id ^ 1), sender.incarnation)
+        if has_next:
+            sender.segment.claim(TransferId(sender.target.transfer_id ^ 1), sender.incarnation)
+        else:
+            sender.segment.disclaim()
         await push.call.write(message)
+        assert not isinstance(await push.call.read(), kv_pb2.PushDown)
+        again = await sender.open()
+        (held,) = await again.held()
 
-        assert await push.rejected() is RejectCode.BAD_RANGE
-        failed = (await pair.scheduler.event("decode-0", key, "attempt_failed")).attempt_failed
-        assert failed.error.code == "KV_CORRUPT"
-        await pair.scheduler.idle("decode-0", 1024)
+        assert (held.token_start, held.token_end) == (0, 32)
+        assert b'firsttoken_refused_total{kind="late_frame"} 1.0' in pair.decode.metrics.render()
+        await again.send(sender.frames[2:])
+        assert await sender.tell_first_token() is None
+        gateway = await pair.gateway()
+        await gateway.attach(key, reserved.attach_ticket)
+        await gateway.ended(key)
+        assert expected_ids(spec) == gateway.ids["r"]
 
 
 @pytest.mark.parametrize("transport", ["shm"], indirect=True)
@@ -260,7 +273,7 @@ class SlowMemory(KvMemory):
     ) -> None:
         """As any other, but late."""
         self.is_writing.set()
-        assert self.may_write.wait(10)
+        assert self.may_write.wait(60)
         super().write(block_ids, layer_start=layer_start, layer_end=layer_end, payload=payload)
 
 
