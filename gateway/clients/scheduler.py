@@ -21,6 +21,9 @@ _CANCEL_TIMEOUT_S = 3.0  # the scheduler waits up to 2 s for the release
 # One that moved is looked for as soon as a call breaks; this is for the case that none does. Not shorter: while Redis
 # is away each lookup costs its timeout, and running work must not feel that.
 _LOCATION_AGE_S = 10.0
+# A scheduler ends a late request by itself, and its word is worth more than the end of the call: gRPC's own deadline
+# comes behind it, for a peer that keeps a call open and does nothing.
+_DEADLINE_SLACK_S = 30.0
 _WRITE_TIMEOUT_S = 2.0  # one small message; flow control holds it up only when the peer is stuck
 
 ServeCall: TypeAlias = "StreamStreamCall[scheduler_pb2.ServeUp, scheduler_pb2.ServeDown]"
@@ -222,7 +225,8 @@ class SchedulerClient:
     async def serve(self, start: Start) -> ControlStream:
         """A control stream whose Start is on its way. The caller closes it. Raises ServingError or LinkBroken."""
         stub = await self._stub()
-        stream = ControlStream(stub.Serve(), self._accept_epoch)
+        timeout_s = start.timeout_ms / 1000 + _DEADLINE_SLACK_S if start.timeout_ms else None
+        stream = ControlStream(stub.Serve(timeout=timeout_s), self._accept_epoch)
         message = scheduler_pb2.ServeUp(
             start=scheduler_pb2.Start(
                 spec=spec_to_wire(start.spec),

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Awaitable
+from dataclasses import replace
 
 import pytest
 
@@ -65,7 +67,7 @@ async def test_a_start_carries_everything() -> None:
     backend = FakeBackend()
     asked = start()
     async with connected(backend) as (client, _):
-        await client.status(5)
+        await client.status(30)
         stream = await client.serve(asked)
         assert Queued(position=0) == await stream.read()
         stream.close()
@@ -79,6 +81,19 @@ async def test_a_start_carries_everything() -> None:
         sent.last_attempt_closed,
         sent.scheduler_epoch,
     )
+
+
+@pytest.mark.parametrize(("timeout_ms", "expected"), [(0, None), (50_000, 80)])
+async def test_a_deadline_is_the_calls_own_too(timeout_ms: int, expected: int | None) -> None:
+    """With some time for the scheduler's own word about it; without one the call lasts."""
+    backend = FakeBackend()
+    async with connected(backend) as (client, _):
+        stream = await client.serve(replace(start(), timeout_ms=timeout_ms))
+        assert Queued(position=0) == await stream.read()
+        left_s = backend.only.context.time_remaining()
+        stream.close()
+
+    assert expected == (None if left_s is None else math.ceil(left_s / 10) * 10)
 
 
 async def test_a_cancel_on_the_stream_brings_the_outcome() -> None:
@@ -129,10 +144,10 @@ async def test_an_older_scheduler_is_not_listened_to() -> None:
     """Less than the highest epoch seen is refused and counted."""
     backend = FakeBackend()
     async with connected(backend) as (client, metrics):
-        await client.status(5)
+        await client.status(30)
         backend.epoch = 4
         with pytest.raises(LinkBroken):
-            await client.status(5)
+            await client.status(30)
         stream = await client.serve(start())
         with pytest.raises(LinkBroken):
             await stream.read()
@@ -161,9 +176,9 @@ async def test_nobody_there_is_a_broken_link() -> None:
     backend = FakeBackend()
     async with connected(backend) as (client, _):
         backend.address = "127.0.0.1:9"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             with pytest.raises(LinkBroken):
-                await client.status(5)
+                await client.status(30)
             with pytest.raises(LinkBroken):
                 await client.cancel(new_request_id(1), CancelReason.DELETE)
             with pytest.raises(LinkBroken):
@@ -185,10 +200,10 @@ async def test_a_scheduler_that_moved_is_found_after_a_broken_call() -> None:
     client = SchedulerClient(locate=locate, pool=pool, incarnation=Incarnation(9), metrics=metrics, clock=RealClock())
     async with running(backend):
         with pytest.raises(LinkBroken):
-            await client.status(5)
+            await client.status(30)
         addresses.append(backend.address)
         for _ in range(3):
-            assert 2 == (await client.status(5)).queue
+            assert 2 == (await client.status(30)).queue
     await pool.close()
     metrics.close()
 
@@ -199,7 +214,7 @@ async def test_status_is_told_whole() -> None:
     """In the domain's words."""
     backend = FakeBackend()
     async with connected(backend) as (client, _):
-        status = await client.status(5)
+        status = await client.status(30)
 
     assert ["scheduler", "prefill", "decode"] == [service.role for service in status.services]
     assert (2, {"decoding": 1}, {"decode": {"free": 9}}) == (status.queue, status.requests, status.blocks)
