@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -154,7 +155,7 @@ async def test_a_gateway_dies_in_mid_answer(pair: Cluster) -> None:
 
 def there_only(pair: Cluster) -> Cluster:
     """The system as its second gateway sees it, while the first is away."""
-    return Cluster(port=pair.port + 1, process=pair.process, log_path=pair.log_path, mark=pair.mark)
+    return replace(pair, port=pair.port + 1)
 
 
 async def test_a_newer_reader_supersedes_the_older(pair: Cluster) -> None:

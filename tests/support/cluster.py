@@ -54,6 +54,10 @@ class Service:
         return self.pid
 
 
+def _is_live(service: Service) -> bool:
+    return service.pid is None or processes.is_live(service.pid)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """The fleet, the queue and the pools at one moment."""
@@ -112,6 +116,8 @@ class Cluster:
     process: subprocess.Popen[bytes]
     log_path: Path
     mark: str
+    workers: Mapping[str, int]
+    """How many of each role there are when all is well."""
 
     @property
     def admin_port(self) -> int:
@@ -145,10 +151,13 @@ class Cluster:
         return await exchange(self.port, "DELETE", f"/v1/requests/{request_id}")
 
     async def wait_ready(self, *, within_s: float = 60.0) -> Status:
-        """Every service is ready, and each gateway says so itself."""
+        """Every service is ready, and each gateway says so itself; none is missing, or the memory of a process that was killed."""
         status = await eventually(
             self.status,
-            lambda s: all(service.ready for service in s.services),
+            lambda s: (
+                all(len(s.of_role(role)) == count for role, count in self.workers.items())
+                and all(service.ready and _is_live(service) for service in s.services)
+            ),
             within_s=within_s,
             what="all services ready",
         )
@@ -280,6 +289,7 @@ class ClusterPlan:
             process=process,
             log_path=log,
             mark=mark,
+            workers={"prefill": self.num_prefill, "decode": self.num_decode},
         )
         _wait_ready_line(cluster)
         return cluster

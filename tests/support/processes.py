@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support.polling import eventually
+
 MARK_NAME = "TEST_CLUSTER_MARK"
 
 
@@ -51,6 +53,20 @@ def open_file_names(pid: int) -> list[str]:
 def shared_memory() -> set[str]:
     """Names in /dev/shm."""
     return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+def is_live(pid: int) -> bool:
+    """It runs: neither gone nor a zombie."""
+    return command_line(pid) != ""
+
+
+async def wait_gone(pid: int) -> None:
+    """Raises AssertionError if a process that was killed still runs after a while."""
+
+    async def probe() -> bool:
+        return is_live(pid)
+
+    await eventually(probe, lambda lives: not lives, within_s=10.0, what=f"process {pid} has ended")
 
 
 def kill_all(pids: set[int]) -> None:
