@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from shared.state.client import StateClient
-from tests.support import worker_pair
-from tests.support.redis_server import RedisServer
+from tests.support import ports, worker_pair
+from tests.support.redis_server import CALL_S, RedisServer
 
 
 @pytest.fixture(scope="session", params=["valkey", "redis-server"])
@@ -21,7 +21,8 @@ def shared_valkey(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         if found is None:
             pytest.skip("no redis-server on the path: scripts/install_test_packages.sh")
         binary = Path(found)
-    server = RedisServer(0, Path(tmp_path_factory.mktemp("store")), binary=binary)
+    # Not one from the range of outgoing connections: one of those could take it while the server is stopped.
+    server = RedisServer(ports.gateway_port(), Path(tmp_path_factory.mktemp("store")), binary=binary)
     server.start()
     yield server
     server.stop()
@@ -31,7 +32,7 @@ def shared_valkey(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 async def valkey(shared_valkey: RedisServer) -> RedisServer:
     """Running and empty."""
     shared_valkey.start()
-    client = StateClient(shared_valkey.url)
+    client = StateClient(shared_valkey.url, timeout_s=CALL_S)
     await client.call("FLUSHALL")
     await client.close()
     return shared_valkey
@@ -40,7 +41,7 @@ async def valkey(shared_valkey: RedisServer) -> RedisServer:
 @pytest.fixture
 async def client(valkey: RedisServer) -> AsyncGenerator[StateClient]:
     """On an empty store."""
-    client = StateClient(valkey.url)
+    client = StateClient(valkey.url, timeout_s=CALL_S)
     yield client
     await client.close()
 

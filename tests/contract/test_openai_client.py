@@ -19,7 +19,7 @@ from tests.support.script import Script, counting
 def client_of(running: RunningGateway) -> openai.AsyncOpenAI:
     """Without retries: each answer counts as it is."""
     return openai.AsyncOpenAI(
-        base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none", max_retries=0, timeout=20.0
+        base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none", max_retries=0, timeout=90.0
     )
 
 

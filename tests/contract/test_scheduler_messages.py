@@ -29,6 +29,7 @@ from shared.wire import scheduler_pb2
 from tests.support import ports
 from tests.support.chat import stream_chat
 from tests.support.polling import eventually
+from tests.support.redis_server import CALL_S
 from tests.support.script import counting
 from tests.support.worker_pair import scripted_engine
 
@@ -101,7 +102,7 @@ async def tapped_system(folder: Path) -> AsyncGenerator[tuple[Tap, int]]:
     }
     async with AsyncExitStack() as stack:
         valkey = stack.enter_context(EmbeddedValkey(0, folder))
-        state = StateClient(valkey.url)
+        state = StateClient(valkey.url, timeout_s=CALL_S)
         stack.push_async_callback(state.close)
         stack.push_async_callback(pool.close)
         server = await stack.enter_async_context(
@@ -127,12 +128,12 @@ async def tapped_system(folder: Path) -> AsyncGenerator[tuple[Tap, int]]:
         async with asyncio.TaskGroup() as group:
             tasks = {name: spawn(group, main, name=name) for name, main in mains.items()}
             location = await eventually(
-                Leadership(state, RealClock()).find, lambda found: found is not None, within_s=10.0, what="a scheduler"
+                Leadership(state, RealClock()).find, lambda found: found is not None, within_s=60.0, what="a scheduler"
             )
             assert location is not None
             tap.channel = pool.get(location.address)
             await eventually(
-                processes["gateway"].readiness.ask, lambda told: told[0], within_s=10.0, what="the gateway is ready"
+                processes["gateway"].readiness.ask, lambda told: told[0], within_s=60.0, what="the gateway is ready"
             )
             yield tap, port
             for name in ("gateway", "prefill", "decode", "scheduler"):
@@ -156,7 +157,7 @@ async def test_messages_do_not_grow_with_the_answer(tmp_path: Path) -> None:
                 await eventually(
                     tap.count,
                     lambda count: (count["outcome"], count["event released"]) == (1, 2),
-                    within_s=5.0,
+                    within_s=60.0,
                     what="the outcome is told and both workers have released",
                 )
             )

@@ -22,6 +22,7 @@ from shared.state.keys import EPOCH, LEASE
 from shared.state.leadership import Leadership, SchedulerLocation
 from shared.state.requests import RequestStore
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from tests.support.redis_server import CALL_S
 from tests.support.scheduler_peers import ANSWER_S, FakeGateway, FakeWorker, make_spec, serve_stream, worker_session
 
 
@@ -37,7 +38,7 @@ def valkey(tmp_path: Path) -> Generator[EmbeddedValkey]:
 @pytest.fixture
 async def client(valkey: EmbeddedValkey) -> AsyncGenerator[StateClient]:
     """A second look at the same store."""
-    client = StateClient(valkey.url)
+    client = StateClient(valkey.url, timeout_s=CALL_S)
     yield client
     await client.close()
 
@@ -48,10 +49,13 @@ async def running(
 ) -> AsyncGenerator[tuple[Process, str, asyncio.Task[None]]]:
     """A scheduler that is active; stopped by its signal at the end, unless it has ended."""
     process = Process("scheduler", "scheduler", RealClock())
-    config = SchedulerConfig(port=0, redis_url=valkey.url, lease_absent_s=0.0, drain_timeout_s=5.0)
+    # The workers of these tests send no further heartbeats.
+    config = SchedulerConfig(
+        port=0, redis_url=valkey.url, lease_absent_s=0.0, drain_timeout_s=5.0, worker_lost_s=120.0, gateway_grace_s=60.0
+    )
     async with asyncio.TaskGroup() as group:
         task = group.create_task(main(process, config))
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(30):
             while not process.readiness.is_ready:
                 await asyncio.sleep(0.01)
         location = await Leadership(client, RealClock()).find()

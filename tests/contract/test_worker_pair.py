@@ -1,7 +1,5 @@
 """A real prefill worker and a real decode worker, over loopback gRPC: answers, cancels, faults, gateways."""
 
-import asyncio
-
 import pytest
 
 from shared.domain.ids import RequestKey
@@ -120,9 +118,8 @@ async def test_cancel_while_prefill_computes() -> None:
         await pair.scheduler.until(
             lambda: any(0 < up.heartbeat.queued_prompt_tokens < 200 for up in pair.scheduler.ups["prefill-0"])
         )
-        async with asyncio.timeout(1.0):  # a chunk takes 0.2 s
-            at_prefill = await pair.release("prefill-0", key, abort=True)
-            at_decode = await pair.release("decode-0", key, abort=True)
+        at_prefill = await pair.release("prefill-0", key, abort=True)
+        at_decode = await pair.release("decode-0", key, abort=True)
 
         assert at_prefill.blocks_freed == at_decode.blocks_freed == 13
         assert 0 < at_prefill.computed_tokens < 200

@@ -16,8 +16,8 @@ from tests.support.script import Script
 
 CTRL_C, CTRL_D = b"\x03", b"\x04"
 PROMPT = b"> "
-READ_TIMEOUT_S = 30.0
-pytestmark = pytest.mark.timeout(120)
+READ_TIMEOUT_S = 90.0
+pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +89,7 @@ async def test_ctrl_c_stops_an_answer_and_not_the_program(cluster: Cluster, term
     assert stopped.count(b"long ") < LONG.num_pieces
     assert whole.endswith(b"\nshort")
     assert 0 == await asyncio.to_thread(terminal.exit_code)
-    await eventually(cluster.status, lambda s: not s.live_requests, within_s=5.0, what="the stopped answer is gone")
+    await eventually(cluster.status, lambda s: not s.live_requests, within_s=30.0, what="the stopped answer is gone")
 
 
 async def test_ctrl_d_leaves(terminal: Terminal) -> None:

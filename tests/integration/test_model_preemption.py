@@ -13,7 +13,7 @@ from tests.support.cluster import Cluster, ClusterPlan
 MODEL = "SmolLM2-135M-Instruct"
 NUM_TOKENS = 200
 POOL_MIB = 40  # 56 blocks of 16 tokens in float32: three of the five answers at their ends
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

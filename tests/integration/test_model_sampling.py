@@ -17,7 +17,7 @@ from tests.support.reference import Reference, default_model_dir, reference_logp
 MODEL = "SmolLM2-135M-Instruct"
 FOX = [{"role": "user", "content": "Tell me a story about a fox."}]
 HAIKU = [{"role": "user", "content": "Write a haiku about the sea. 海 🌊"}]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,7 @@ from tests.support.oracle import border_questions
 
 MAX_TOKENS = 12
 EVERY = 3  # of the lengths around block and chunk borders: each of -1, 0, +1 is among them
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 async def _answers(cluster: Cluster) -> list[object]:

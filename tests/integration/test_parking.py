@@ -28,7 +28,7 @@ READ_ON = Script(pieces=[f"{i}:{BIG}" for i in range(3)], repeat=300)
 SCRIPTS = [READ_ON if number % 2 else OFFERED for number in range(NUM_STALLED)]
 COMPUTED = "firsttoken_tokens_computed_total"
 WASTED = "firsttoken_wasted_tokens_total"
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -75,14 +75,14 @@ async def computed(cluster: Cluster) -> float:
 
 
 async def wait_until_still(cluster: Cluster) -> None:
-    """Nothing is computed over twenty looks: all have full outboxes, or have given their blocks back."""
+    """Nothing is computed over forty looks: all have full outboxes, or have given their blocks back."""
     seen: list[float] = []
 
     async def look() -> list[float]:
         seen.append(await computed(cluster))
-        return seen[-20:]
+        return seen[-40:]
 
-    await eventually(look, lambda last: len(last) == 20 and len(set(last)) == 1, within_s=20.0, what="all stand still")
+    await eventually(look, lambda last: len(last) == 40 and len(set(last)) == 1, within_s=60.0, what="all stand still")
 
 
 async def open_all(cluster: Cluster, stack: AsyncExitStack, scripts: list[Script]) -> list[HttpStream]:

@@ -13,7 +13,7 @@ from tests.support.cluster import Cluster, ClusterPlan
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 WRITTEN_URL = "http://127.0.0.1:8000"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

@@ -21,15 +21,15 @@ from tests.support.polling import eventually
 from tests.support.script import Script, counting, padded
 
 # Until its lease has run out (3 s), the new process has started, workers and gateways have dialled; and a busy machine.
-BACK_WITHIN_S = 30.0
-ANSWER_WITHIN_S = 90.0
-STOP_WITHIN_S = 30.0
+BACK_WITHIN_S = 60.0
+ANSWER_WITHIN_S = 180.0
+STOP_WITHIN_S = 60.0
 # What the end of a scheduler may add to the time between two tokens of a running answer: below the 3 s that its lease
 # lasts, so that an answer that waits for the next one shows; and above what a machine adds that has ten processes too many.
 MAX_MORE_GAP_S = 2.0
 STEP_MS = 20
 USAGE = {"stream_options": {"include_usage": True}}
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def check_not_paused(record: ChatRecord, *, since: float, took_s: float) -> None
 def check_order(records: Sequence[ChatRecord]) -> None:
     """Their first words came in this order; a prompt takes 1.5 s, and what the reader sees a moment late is no other order."""
     firsts = [record.delta_times[0] for record in records]
-    assert all(later > earlier - 0.2 for earlier, later in pairwise(firsts)), firsts
+    assert all(later > earlier - 1.0 for earlier, later in pairwise(firsts)), firsts
 
 
 def long_prompt(number: int) -> Script:

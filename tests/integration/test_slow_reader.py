@@ -21,14 +21,14 @@ async def decode_metrics(cluster: Cluster) -> Scrape:
 
 
 async def wait_until_stalled(cluster: Cluster) -> float:
-    """Tokens computed, once the counter has stood still over twenty looks."""
+    """Tokens computed, once the counter has stood still over forty looks."""
     seen: list[float] = []
 
     async def look() -> list[float]:
         seen.append((await decode_metrics(cluster)).total(COMPUTED))
-        return seen[-20:]
+        return seen[-40:]
 
-    await eventually(look, lambda last: len(last) == 20 and len(set(last)) == 1, within_s=20.0, what="a stalled decode")
+    await eventually(look, lambda last: len(last) == 40 and len(set(last)) == 1, within_s=60.0, what="a stalled decode")
     return seen[-1]
 
 

@@ -19,10 +19,10 @@ from tests.support.http_client import HttpStream, exchange
 from tests.support.polling import eventually
 from tests.support.script import Script, counting, padded
 
-ERROR_WITHIN_S = 10.0
-BACK_WITHIN_S = 30.0
+ERROR_WITHIN_S = 30.0
+BACK_WITHIN_S = 60.0
 PREFILLING = padded(["x"], num_prompt_tokens=1_000, prefill_ms=40_000)
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ async def test_prefill_worker_killed(fragile: Cluster) -> None:
 
 async def test_a_whole_answer_whose_worker_dies(fragile: Cluster) -> None:
     """A client without a stream gets the whole text, however often it was begun."""
-    script = counting(100, step_ms=20)
+    script = counting(200, step_ms=20)
     old = await the(fragile, "decode")
     async with asyncio.TaskGroup() as group:
         asking = group.create_task(exchange(fragile.port, "POST", CHAT_PATH, body=script.body()))

@@ -36,7 +36,7 @@ async def wait_for_state(cluster: Cluster, state: str, count: int = 1) -> None:
     await eventually(
         cluster.status,
         lambda status: status.requests.get(state, 0) >= count,
-        within_s=10.0,
+        within_s=40.0,
         what=f"{count} requests {state}",
     )
 
@@ -88,7 +88,7 @@ async def wait_outcomes(cluster: Cluster, before: dict[str, float], **grown: int
     await eventually(
         lambda: outcomes(cluster),
         lambda now: wanted == {outcome: now.get(outcome, 0) for outcome in wanted},
-        within_s=5.0,
+        within_s=40.0,
         what=f"outcomes {wanted}",
     )
 

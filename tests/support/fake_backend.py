@@ -231,7 +231,8 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                         request = self.requests.get(message.attach.key.request_id)
                         is_known = request is not None and message.attach.key.attempt == request.attempt
                         if request is None or not is_known or message.attach.ticket != b"ticket":
-                            await self._refuse_attach(message.attach.key, context)
+                            async with writing:
+                                await self._refuse_attach(message.attach.key, context)
                             continue
                         request.attaches.append(message.attach)
                         request.num_sent = message.attach.from_index - 1

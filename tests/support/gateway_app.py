@@ -19,7 +19,7 @@ from shared.state.stream_log import StreamLog
 from shared.text.chat import ChatTokenizer
 from tests.support.fake_backend import FakeBackend, FakeRequest, running
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

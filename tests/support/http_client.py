@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.sse_lines import Block, BlockSplitter
 
 LOOPBACK = "127.0.0.1"
-READ_TIMEOUT_S = 40.0  # above the longest silence that a test allows (keep-alive 15 s, worker loss 10 s)
+READ_TIMEOUT_S = 90.0  # far above the longest silence that a test allows (keep-alive 15 s, worker loss 10 s)
 READ_BYTES = 65_536
 
 

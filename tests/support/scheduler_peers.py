@@ -13,7 +13,7 @@ from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
-ANSWER_S = 5.0  # everything is on loopback; only a bug takes this long
+ANSWER_S = 30.0  # everything is on loopback; only a bug takes this long
 
 
 def make_spec(request_id: str = "r1", *, prompt: int = 20, max_tokens: int = 10) -> RequestSpec:

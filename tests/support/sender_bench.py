@@ -134,7 +134,7 @@ class FakeDecode(kv_pb2_grpc.KvTransferServicer):
 
     async def until(self, is_met: Callable[[], bool]) -> None:
         """Asks after every message."""
-        async with asyncio.timeout(5), self.heard:
+        async with asyncio.timeout(30), self.heard:
             await self.heard.wait_for(is_met)
 
 
@@ -204,7 +204,7 @@ class Bench:
 
     async def end(self) -> list[str]:
         """Waits for what the table is told."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await self.table.ended.wait()
         return self.table.ends
 
@@ -273,7 +273,7 @@ async def bench(*, num_prompt_tokens: int = 10, address: str | None = None) -> A
         )
         yield Bench(decode, table, senders, introductions, job, metrics, segments)
         job.stopped.set()
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30):
         while job.num_reads:  # a read that had begun returns by its own thread
             await asyncio.sleep(0.001)
     await channels.close()

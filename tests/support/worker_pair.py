@@ -32,7 +32,7 @@ from shared.wire import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2, 
 
 TOKEN = "in-process"
 EPOCH = 7
-_WAIT_S = 10.0
+_WAIT_S = 60.0  # what runs here may share two busy cores with the start of other processes
 transports = "shm,grpc"  # of pairs that are not told otherwise; the fixture `transport` sets it
 _Context: TypeAlias = "aio.ServicerContext[scheduler_pb2.SessionUp, scheduler_pb2.SessionDown]"
 
@@ -276,10 +276,15 @@ class WorkerPair:
     async def place(self, spec: RequestSpec, attempt: int = 1, delivered: Sequence[int] = ()) -> scheduler_pb2.Reserved:
         """Reserve, then give the job to prefill-0."""
         reserved = await self.reserve(spec, attempt, delivered)
-        key = key_of(spec.request_id, attempt)
-        job = scheduler_pb2.Prefill(spec=spec_to_wire(spec), target=reserved.target, num_delivered=len(delivered))
-        await self.scheduler.send("prefill-0", key, prefill=job)
+        await self.start_prefill(spec, reserved, attempt, num_delivered=len(delivered))
         return reserved
+
+    async def start_prefill(
+        self, spec: RequestSpec, reserved: scheduler_pb2.Reserved, attempt: int = 1, *, num_delivered: int = 0
+    ) -> None:
+        """Give the job to prefill-0."""
+        job = scheduler_pb2.Prefill(spec=spec_to_wire(spec), target=reserved.target, num_delivered=num_delivered)
+        await self.scheduler.send("prefill-0", key_of(spec.request_id, attempt), prefill=job)
 
     async def release(self, worker_id: str, key: RequestKey, *, abort: bool = False) -> scheduler_pb2.Released:
         """Abort or Release, and the answer to it."""
@@ -347,7 +352,8 @@ async def worker_pair(
         finally:
             pair.decode.stopping.set()
             pair.prefill.stopping.set()
-            await asyncio.wait(running, timeout=_WAIT_S)
+            if running:
+                await asyncio.wait(running, timeout=_WAIT_S)
             await channels.close()
             pair.closing.close()
             pair.decode.metrics.close()

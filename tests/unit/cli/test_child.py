@@ -51,7 +51,7 @@ async def test_terminate_asks(tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
     child = await Child.start(python_child(code), log)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while "up" not in log.read_text():
             await asyncio.sleep(0.01)
 

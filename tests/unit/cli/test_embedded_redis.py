@@ -21,7 +21,7 @@ async def test_the_planned_child_serves_its_url_again_after_a_restart(tmp_path: 
         child = await Child.start(spec, folder.log_path(spec.child_id))
         await wait_for_redis(url)
         child.terminate()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert 0 == await child.wait()
     assert folder.tail(spec.child_id, 5)
 

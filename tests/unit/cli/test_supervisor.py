@@ -42,7 +42,7 @@ class _Run:
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Bounded polling of another process's output."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not is_so():
                 await asyncio.sleep(0.01)
 

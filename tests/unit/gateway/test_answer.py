@@ -85,7 +85,7 @@ async def test_silence_is_filled_with_comments_only_in_a_stream() -> None:
     stream, whole = Client(), Client()
     await stream.link.out.put(STREAM_HEAD)
     await whole.link.out.put(Head(status=200, headers={"content-type": "application/json"}))
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         tasks = [group.create_task(_run(client.answer(keep_alive_s=0.02))) for client in (stream, whole)]
         while len(stream.sent) < 4:
             stream.got_something.clear()
@@ -101,7 +101,7 @@ async def test_a_client_that_leaves_ends_the_answer() -> None:
     """The session is told once, and its channel is closed so that it waits for no room."""
     client = Client()
     await client.link.out.put(STREAM_HEAD)
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         group.create_task(_run(client.answer()))
         await client.got_something.wait()
         client.has_left.set()
@@ -115,7 +115,7 @@ async def test_a_server_that_cancels_the_answer_counts_as_the_client_leaving() -
     """As at the end of a shutdown: nothing is awaited, and the session hears of it."""
     client = Client()
     await client.link.out.put(STREAM_HEAD)
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         task = group.create_task(_run(client.answer()))
         await client.got_something.wait()
         task.cancel()
@@ -130,7 +130,7 @@ async def test_a_client_that_takes_nothing_stalls() -> None:
     client.pending = 5
     await client.link.out.put(STREAM_HEAD)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await client.answer(stall_timeout_s=0.1)()
 
     assert b"error" == client.body
@@ -146,7 +146,7 @@ async def test_a_stalled_answer_without_an_end_is_cut_at_once() -> None:
     client.last_bytes = None
     await client.link.out.put(STREAM_HEAD)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await client.answer(stall_timeout_s=0.1)()
 
     assert [] == client.sent
@@ -171,7 +171,7 @@ async def test_a_socket_that_moves_is_not_stalled() -> None:
 
     client.pending_bytes = moving
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await client.answer(stall_timeout_s=0.08)()
 
     assert b"text" == client.body

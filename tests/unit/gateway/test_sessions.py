@@ -58,7 +58,7 @@ async def test_a_drain_lets_streams_end_and_refuses_new_ones() -> None:
             assert not drain.done()
             backend.let_out(None)
             await collect(stream, record=record)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await drain
 
     assert (503, "draining") == (answer.status, answer.json()["error"]["code"])

@@ -80,7 +80,7 @@ class _Harness:
         )
 
     async def take(self, count: int) -> list[str]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return [await self.reports.get() for _ in range(count)]
 
 
@@ -176,7 +176,7 @@ async def test_a_dead_thread_is_told_once() -> None:
     harness = _Harness()
     harness.loop.start()
     harness.loop.submit(-1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         death = await harness.deaths.get()
     await harness.loop.stop()
 

@@ -122,7 +122,7 @@ async def test_silent_link_is_broken_for_both_ends(pool: ChannelPool, monkeypatc
         await call.write(scheduler_pb2.ServeUp())
         await call.read()
         proxy.silence()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()
             await servicer.serve_has_ended.wait()

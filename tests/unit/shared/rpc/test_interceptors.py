@@ -162,7 +162,7 @@ async def test_cancelled_call_runs_the_cleanup_and_logs_nothing(link: Link, is_a
     with capture_logs() as logs:
         call = link.stub.Push()
         await call.write(kv_pb2.PushUp(frame=kv_pb2.KvFrame(number=7)))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await link.servicer.has_started.wait()
             if is_answered:
                 assert kv_pb2.PushDown(ack=kv_pb2.FrameAck(upto=7)) == await call.read()

@@ -70,7 +70,7 @@ async def test_taken_port_is_an_error() -> None:
 async def test_end_cuts_endless_streams() -> None:
     """After the grace a running stream is cancelled: the end does not wait for it."""
     servicer = WaitingDecode()
-    async with asyncio.timeout(10), serving(servicer, grace_s=0.05) as running:
+    async with asyncio.timeout(30), serving(servicer, grace_s=0.05) as running:
         channel = grpc.aio.insecure_channel(running.address)
         call = decode_pb2_grpc.DecodeStub(channel).Tokens(metadata=(("firsttoken-token", "secret"),))
         await servicer.has_started.wait()

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 from structlog.typing import FilteringBoundLogger
 
+from shared.domain.clock import Clock
 from shared.obs.logs import get_logger
 from shared.process import RealClock
 from shared.rpc import worker_life
@@ -26,11 +27,23 @@ class FakeReadiness:
         self.changes.append((ready, reason))
 
 
+class LookedAtClock(RealClock):
+    """Ten milliseconds pass with each look at it, however long that takes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """Then."""
+        self.now += 0.01
+        return self.now
+
+
 class FakeProcess:
     """A process around nothing."""
 
     def __init__(self) -> None:
-        self.clock = RealClock()
+        self.clock: Clock = RealClock()
         self.log: FilteringBoundLogger = get_logger("test")
         self.stopping = asyncio.Event()
         self.readiness = FakeReadiness()
@@ -104,7 +117,7 @@ class Bench:
 
     async def until(self, is_met: Callable[[], bool]) -> None:
         """Polls the fakes."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not is_met():
                 await asyncio.sleep(0.005)
 
@@ -134,7 +147,7 @@ async def test_a_drain_waits_for_the_work_and_its_last_events() -> None:
     """Told to the scheduler and the table first; ends when nothing is held, and everything is acknowledged and told."""
     bench = Bench()
     bench.session.num_unacknowledged = 1
-    bench.life = WorkerLife(bench.process, bench.table, drain_timeout_s=5)
+    bench.life = WorkerLife(bench.process, bench.table, drain_timeout_s=60)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(bench.run())
         bench.process.stopping.set()
@@ -154,11 +167,11 @@ async def test_a_drain_waits_for_the_work_and_its_last_events() -> None:
 async def test_what_does_not_end_in_time_is_handed_over() -> None:
     """Within the limit of the drain, so that others can go on with it."""
     bench = Bench()
+    bench.process.clock = clock = LookedAtClock()
     bench.process.stopping.set()
-    started_at = bench.process.clock.monotonic()
     assert await bench.run() is True
     assert 1 == bench.table.num_hand_overs
-    assert bench.process.clock.monotonic() - started_at < 0.2
+    assert 0.1 <= clock.now < 0.2
 
 
 async def test_a_drain_is_bounded() -> None:
@@ -166,7 +179,7 @@ async def test_a_drain_is_bounded() -> None:
     bench = Bench()
     bench.table.is_idle_after_hand_over = False
     bench.process.stopping.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await bench.run() is True
 
 

@@ -69,7 +69,7 @@ class Scripted(scheduler_pb2_grpc.SchedulerServicer):
 
     async def until(self, is_met: Callable[[], bool]) -> None:
         """Asks after every message."""
-        async with asyncio.timeout(5), self.changed:
+        async with asyncio.timeout(30), self.changed:
             await self.changed.wait_for(is_met)
 
     def heard(self, session: int) -> list[scheduler_pb2.SessionUp]:
@@ -230,13 +230,13 @@ async def test_one_that_never_acknowledges_gets_no_more_done(monkeypatch: pytest
         assert b.session.num_unacknowledged == 2
 
 
-async def test_heartbeats_come_at_once_when_asked_and_say_when_draining() -> None:
-    """Capacity that grew, or the wish to drain, does not wait for the next second."""
+async def test_heartbeats_come_at_once_when_asked_and_say_when_draining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capacity that grew, or the wish to drain, does not wait for the next beat."""
+    monkeypatch.setattr(worker_session, "HEARTBEAT_S", 3600.0)
     async with bench() as b:
         await b.scheduler.until(lambda: "heartbeat" in b.scheduler.kinds(0))
-        async with asyncio.timeout(0.9):
-            b.session.drain()
-            await b.scheduler.until(lambda: any(up.heartbeat.draining for up in b.scheduler.heard(0)))
+        b.session.drain()
+        await b.scheduler.until(lambda: any(up.heartbeat.draining for up in b.scheduler.heard(0)))
 
         assert b.scheduler.heard(0)[-1].heartbeat.blocks["free"] == 1
 
@@ -272,7 +272,7 @@ async def test_a_session_that_is_ended_while_its_stream_breaks_has_ended(monkeyp
             spawn(group, break_stream(), name="writer")
 
     monkeypatch.setattr(WorkerSession, "_hold_one", hold_one)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         async with bench():
             await is_breaking.wait()
             asyncio.get_running_loop().call_soon(may_end.set)  # right after the cancel at the end of this block
