@@ -146,6 +146,7 @@ class AnswerLog:
     def _fail(self, error: ServingError) -> None:
         match error.code:
             case ErrorCode.SUPERSEDED:
+                self._behind.clear()  # it is another's now
                 self._on_superseded()
             case ErrorCode.STATE_UNAVAILABLE:
                 self._behind.set()

@@ -54,6 +54,8 @@ class SessionGroup:
         ]
         self._bodies: list[bytes] = [b""] * len(self._children)  # of whole answers
         self._num_admitted = 0
+        self._has_head = False
+        """A stream has begun: its client hears of an error in it, behind all text."""
         self._is_settled = asyncio.Event()
         """All are admitted, or one has failed."""
         self._error: ServingError | None = None
@@ -120,7 +122,7 @@ class SessionGroup:
         if self._num_admitted < len(self._children) or self._is_settled.is_set():
             return
         if self.is_stream:
-            self.link.out.try_put(Head(status=200, headers={**sse.HEADERS, **self._identity.headers}))
+            self._has_head = self.link.out.try_put(Head(status=200, headers={**sse.HEADERS, **self._identity.headers}))
         self._is_settled.set()
 
     def _fail(self, error: ServingError) -> None:
@@ -149,11 +151,6 @@ class SessionGroup:
                 await self.link.out.put(Frame(data=self._encoder().error(self._error)))
             else:
                 await self._put_whole(http_status(self._error), error_headers(self._error), error_body(self._error))
-
-    @property
-    def _has_head(self) -> bool:
-        """Whether a stream has begun: its client hears of an error in it, behind all text."""
-        return self.is_stream and self._num_admitted == len(self._children)
 
     async def _put_whole(self, status: int, headers: dict[str, str], body: bytes) -> None:
         headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}

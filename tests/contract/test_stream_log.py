@@ -185,13 +185,29 @@ async def test_a_store_that_stands_still_takes_no_reader_off(client: StateClient
     """A takeover that was refused for its silence is not done when it wakes."""
     log = StreamLog(client)
     await log.write(HEAD, 1, tokens(1, 1))
+    impatient = StateClient(valkey.url)  # as a service waits
     valkey.pause()
     try:
         with pytest.raises(ServingError):
-            await log.take_over(REQUEST_ID, "aa")
+            await StreamLog(impatient).take_over(REQUEST_ID, "aa")
     finally:
         valkey.resume()
+        await impatient.close()
     await log.append(REQUEST_ID, 1, tokens(2, 2))
+
+
+async def test_readers_that_write_nothing_leave_nothing(client: StateClient) -> None:
+    """A client that comes again and again does not make the log grow."""
+    log = StreamLog(client)
+    await log.write(HEAD, 1, tokens(1, 2))
+    sizes: set[int] = set()
+    for session in range(2, 12):
+        read = await log.take_over(REQUEST_ID, "aa")
+        assert read is not None
+        assert (session, tokens(1, 2)) == (read.session, read.tokens)
+        sizes.add(int(await client.call("XLEN", log_key(REQUEST_ID))))
+    assert {3} == sizes
+    await log.append(REQUEST_ID, 11, tokens(3, 3))
 
 
 async def test_every_log_has_a_time_to_live(client: StateClient) -> None:

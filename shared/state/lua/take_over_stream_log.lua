@@ -14,5 +14,8 @@ if fields[5] == 'outcome' then
 end
 local session = tonumber(fields[2]) + 1
 redis.call('XADD', KEYS[1], '*', 'session', session, 'upto', fields[4])
+if #fields == 4 then -- the reader before has written nothing: however often one comes, the log does not grow
+  redis.call('XDEL', KEYS[1], entries[#entries][1])
+end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return {session, entries}

@@ -102,6 +102,22 @@ async def test_while_the_store_is_away_nothing_waits_for_it(store: FakeStreamLog
     await cancel_and_wait(keeper)
 
 
+async def test_a_log_that_another_has_taken_is_not_waited_for(store: FakeStreamLog) -> None:
+    """Away, back, and taken over before this one could write what it lacked: it does not try again and again."""
+    subject = Subject(store)
+    await subject.log.begin(SPEC)
+    store.is_away = True
+    await subject.append(5)
+    store.is_away = False
+    await store.take_over(SPEC.request_id, "k")
+    keeper = asyncio.get_running_loop().create_task(subject.log.keep_whole())
+    async with asyncio.timeout(30):
+        while not subject.num_superseded:
+            await asyncio.sleep(0.01)
+    assert (1, False) == (subject.num_superseded, subject.log.is_behind)
+    await cancel_and_wait(keeper)
+
+
 async def test_a_lost_log_is_written_again_at_once(store: FakeStreamLog) -> None:
     """Found by the next tokens, or by the end."""
     subject = Subject(store)

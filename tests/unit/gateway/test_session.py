@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,17 +14,22 @@ from gateway.clients.tokens import SequenceEnded, TokenEvent, TokensArrived
 from gateway.intake import IntakeReader
 from gateway.journal import Journal
 from gateway.request_id import new_identity
-from gateway.services import Services
+from gateway.served_form import ServedForm
+from gateway.services import Resumption, Services
 from gateway.session import Session
 from shared.aio.channel import Channel
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Incarnation, TokenId, WorkerId
+from shared.domain.logged import LoggedTokens, LogHead
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestState
 from shared.obs.metrics import Metrics
 from shared.process import RealClock
+from shared.state.stream_log import LoggedAnswer
 from shared.text.chat import ChatTokenizer
+from shared.text.script import SCRIPTED_EOS_ID
 from tests.support.chat import CHAT_PATH, ask, collect, stream_chat
 from tests.support.fake_backend import STOP, FakeBackend
+from tests.support.fake_stream_log import FakeStreamLog
 from tests.support.gateway_app import WAIT_S, running_gateway, the_request, until, until_idle
 from tests.support.http_client import exchange, open_request
 from tests.support.script import Script, counting
@@ -423,3 +429,50 @@ async def test_an_end_and_a_break_in_one_pass_make_one_answer(stream: bool) -> N
     assert 1 == body.count(b'"error"')
     assert 0 == body.count(b'"finish_reason": "stop"')
     assert stream == body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_an_end_that_comes_before_the_log_is_shown_waits_for_it() -> None:
+    """The scheduler has the outcome at once, a slow reader has a long log before it: nothing is taken for lost."""
+    num_logged = 2 * MAX_FRAMES * 64  # twice what is put before anybody reads
+    hand, clock, metrics = ByHand(), RealClock(), Metrics("gateway", "gateway-test")
+    services = SimpleNamespace(
+        clock=clock,
+        scheduler=hand,
+        tokens=hand,
+        served_model_name="scripted",
+        logs=FakeStreamLog().as_real,
+        resumable_grace_s=30.0,
+    )
+    body = {**Script(pieces=["x"]).body(max_tokens=None), "stream": True, "resumable": True}
+    intake = IntakeReader(ChatTokenizer.scripted(), "scripted").read_completion(json.dumps(body).encode())
+    identity = new_identity({}, clock.unix_ms())
+    head = LogHead(spec=intake.spec(identity.request_id, 0), key_hash="", served=ServedForm.of(intake, 1).to_bytes())
+    ids = (*[TokenId(ord("x"))] * num_logged, SCRIPTED_EOS_ID)
+    tokens = LoggedTokens(first_index=1, ids=ids, attempt=Attempt(1))
+    logged = LoggedAnswer(session=2, head=head, tokens=tokens, outcome=None)
+    session = Session(
+        cast("Services", services),
+        replace(intake, max_tokens=head.spec.max_tokens),
+        identity,
+        Journal(clock, metrics, identity, CHAT_PATH),
+        resumption=Resumption(logged=logged, from_index=0),
+    )
+    hand.control.try_put(Outcome(state=RequestState.FINISHED, finish_reason=FinishReason.STOP))
+    items: list[Head | Frame] = []
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        task = group.create_task(session.run())
+        while len(hand.control) or len(session.link.out) < MAX_FRAMES:
+            await asyncio.sleep(0)
+        for _ in range(10):  # what the outcome sets off
+            await asyncio.sleep(0)
+        while not session.link.out.is_closed or len(session.link.out):
+            items += [await session.link.out.get()] if len(session.link.out) else []
+            await asyncio.sleep(0)
+        session.link.is_over.set()
+        await task
+    metrics.close()
+
+    said = b"".join(item.data for item in items if isinstance(item, Frame))
+    assert (num_logged, 0, 1) == (
+        said.count(b'"content": "x"'), said.count(b'"error"'), said.count(b'"finish_reason": "stop"')
+    )  # fmt: skip

@@ -62,6 +62,7 @@ async def test_a_reader_has_what_is_left_of_the_time() -> None:
     async with running_gateway(backend, logs=store.as_real) as running:
         async with ask_resumable(running.port, script, timeout=500) as (stream, read):
             await read_on(stream, read, max_events=4)
+            await until(backend.only, lambda request: request.acked == 5)
             stream.cut()
         ((request_id, held),) = store.answers.items()
         earlier = replace(held.head, deadline_unix_ms=held.head.deadline_unix_ms - 400_000)
@@ -160,6 +161,7 @@ async def test_a_stop_string_that_only_the_log_has_is_told_to_decode() -> None:
     async with running_gateway(backend, logs=store.as_real) as running:
         async with ask_resumable(running.port, script, stop=["w9"]) as (stream, read):
             await read_on(stream, read, max_events=4)
+            await until(backend.only, lambda request: request.acked == 5)  # nothing more of it is on its way to the log
             stream.cut()
         ids = tuple(backend.only.tokens[:10])
         (request_id,) = store.answers
