@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 from tests.support.cluster import Cluster
+
+# The same examples each time, so that a change is judged by what it changed, and no clock: a loaded machine is no failure.
+# `pytest --hypothesis-profile search tests/property` looks for new ones.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("gate", settings.get_profile("search"), derandomize=True)
+settings.load_profile("gate")
 
 
 @pytest.hookimpl(wrapper=True)
