@@ -311,29 +311,40 @@ class _Transfer:
         self._job.progressed.set()
 
     async def _until_done(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Tries until it works, is refused, or has had no answer for GIVE_UP_S."""
+        """Tries until it works, is refused, or has had no answer for GIVE_UP_S.
+
+        Each try is a task of its own: a group that fails in the moment of its cancel tells of the failure alone (until
+        Python 3.13), and a loop in the same task would try again, though nobody wants it any more.
+        """
         backoff = self._senders.backoff()
         failing_since: float | None = None
         num_answers = self._num_answers
-        for _ in range(MAX_TRIES):
-            try:
-                await attempt()
-                return
-            except* (aio.AioRpcError, aio.UsageError, asyncio.InvalidStateError, TimeoutError, _Broken) as group:
-                self._senders.log_broken(self._job, group)
-            # A group that fails in the moment of its cancel tells of the failure alone (until Python 3.13).
-            if self._job.stopped.is_set():
-                return
-            if self._num_answers != num_answers:
-                num_answers = self._num_answers
-                failing_since = None
-                backoff.reset()
-            now = self._senders.now()
-            failing_since = now if failing_since is None else failing_since
-            if now - failing_since >= GIVE_UP_S:
-                break
-            await asyncio.sleep(backoff.next_delay())
-        raise ServingError(ErrorCode.KV_TRANSFER_FAILED, "the decode worker cannot be reached")
+        async with asyncio.TaskGroup() as group:
+            for _ in range(MAX_TRIES):
+                trying = spawn(group, self._has_worked(attempt), name=f"try {self._job.key}")
+                await asyncio.wait({trying})
+                if trying.result():
+                    return
+                if self._num_answers != num_answers:
+                    num_answers = self._num_answers
+                    failing_since = None
+                    backoff.reset()
+                now = self._senders.now()
+                failing_since = now if failing_since is None else failing_since
+                if now - failing_since >= GIVE_UP_S:
+                    break
+                await asyncio.sleep(backoff.next_delay())
+            raise ServingError(ErrorCode.KV_TRANSFER_FAILED, "the decode worker cannot be reached")
+
+    async def _has_worked(self, attempt: Callable[[], Awaitable[None]]) -> bool:
+        """False where it broke, and is worth another try."""
+        has_worked = False
+        try:
+            await attempt()
+            has_worked = True
+        except* (aio.AioRpcError, aio.UsageError, asyncio.InvalidStateError, TimeoutError, _Broken) as group:
+            self._senders.log_broken(self._job, group)
+        return has_worked
 
     async def _tell_once(self) -> None:
         stub, _ = await self._senders.meet(self._job)

@@ -129,12 +129,13 @@ def run(role: str, config_type: type[Config], main: Callable[[Process, Config], 
     logs.configure(role, config.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(_run(role, config, main))
-    # Everything is closed by now. The interpreter's own end would wait for gRPC's threads: 1 to 5 s were measured after
-    # connections with keep-alive, and each of them is a second in which a restart or a drain goes on.
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        # Everything is closed by now. The end of the runner would wait for whatever task or thread is left, without a
+        # limit; the interpreter's own for gRPC's threads: 1 to 5 s were measured after connections with keep-alive, and
+        # each of them is a second in which a restart or a drain goes on.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 async def _run(role: str, config: Config, main: Callable[[Process, Config], Awaitable[None]]) -> int:

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 
 from prefill_worker import sender
+from shared.aio.scope import spawn
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Incarnation
 from shared.kv.frame_plan import LayersDone
 from shared.kv.frames import FrameRange, RejectCode
 from shared.transfer import staging
 from tests.support import sender_bench
-from tests.support.sender_bench import LAYOUT, bench
+from tests.support.sender_bench import LAYOUT, Bench, bench
 
 
 @pytest.fixture(autouse=True, params=["grpc", "shm"])
@@ -235,6 +236,47 @@ async def test_a_stopped_job_sends_nothing_more_and_says_nothing() -> None:
 
     assert b.table.ends == []
     assert b.decode.num_first_tokens == 0
+
+
+async def test_senders_that_are_ended_while_a_stream_breaks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task group keeps a cancel to itself while it fails: nothing is opened after it, though the job is not over."""
+    is_breaking, may_end = asyncio.Event(), asyncio.Event()
+    num_tries = 0
+
+    async def end_late() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_breaking.set()
+            await may_end.wait()
+
+    async def break_stream() -> None:
+        raise asyncio.InvalidStateError
+
+    async def push(_: object) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        async with asyncio.TaskGroup() as group:
+            spawn(group, end_late(), name="reader")
+            spawn(group, break_stream(), name="writer")
+
+    async def send(b: Bench) -> None:
+        async with asyncio.TaskGroup() as group:
+            monkeypatch.setattr(b.senders, "_group", group)
+            b.senders.start(b.job)
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(sender._Transfer, "_push", push)  # pyright: ignore[reportPrivateUsage]
+    async with asyncio.timeout(30), bench() as b, asyncio.TaskGroup() as group:
+        sending = spawn(group, send(b), name="senders")
+        await is_breaking.wait()
+        sending.cancel()
+        for _ in range(10):  # until it has reached the group that breaks
+            await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.wait({sending})
+
+        assert (1, []) == (num_tries, b.table.ends)
 
 
 async def test_keep_alives_hold_the_reservation_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from shared.process import Process, RealClock
 
 SERVICE = """
-import asyncio, sys
+import asyncio, threading
 from shared.process import Process, run
 from shared.settings import ServiceSettings
 
@@ -24,7 +24,20 @@ async def main(process: Process, config: ServiceSettings) -> None:
     if config.log_level == "WARNING":
         print("draining", flush=True)
         await asyncio.Event().wait()
+    if config.drain_timeout_s == 99:
+        never = threading.Event()
+        asyncio.get_running_loop().run_in_executor(None, never.wait)
+        tasks.append(asyncio.create_task(stay()))
+        await asyncio.sleep(0)
 
+async def stay() -> None:
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+
+tasks: list[asyncio.Task[None]] = []
 run("scheduler", ServiceSettings, main)
 """
 
@@ -145,6 +158,16 @@ async def test_second_signal_ends_at_once() -> None:
         await asyncio.to_thread(child.communicate, timeout=20)
 
     assert 1 == child.returncode
+
+
+async def test_what_is_left_behind_does_not_hold_the_exit() -> None:
+    """A task that takes no cancel, and a thread that never ends: both would be bugs, and neither is waited for."""
+    with start_service(drain_timeout_s="99") as child:
+        await asyncio.to_thread(first_line, child)
+        child.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(child.communicate, timeout=60)
+
+    assert 0 == child.returncode
 
 
 async def test_failure_is_logged_and_exits_1() -> None:
