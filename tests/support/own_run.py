@@ -11,13 +11,13 @@ from shared.engine.model_executor import ModelExecutor
 from shared.kv.block_table import BlockTable
 from shared.kv.memory import KvMemory
 from shared.model.kernels.cpu.model import CpuModel
+from shared.model.model import Model
 from shared.model.numerics import NumericMode
 from shared.model.prepared import PreparedModel
 from shared.text.chat import ChatMessage, ChatTokenizer
 from tests.support.reference import default_model_dir
 
 BLOCK_SIZE = 16
-NUM_BLOCKS = 128
 
 
 class OwnRun:
@@ -47,35 +47,38 @@ class OwnRun:
         spec = RequestSpec(
             request_id=RequestId("alone"), prompt_ids=tuple(prompt), max_tokens=max_tokens, sampling=sampling
         )
-        executor = ModelExecutor(
-            self._model,
-            KvMemory(self._model.layout(BLOCK_SIZE, "float32"), NUM_BLOCKS),
-            window=self._prepared.window,
-            eos_ids=self._prepared.eos_ids,
-            chunk_tokens=self._chunk_tokens,
+        return answer_alone(self._model, self._prepared, spec, chunk_tokens=self._chunk_tokens)
+
+
+def answer_alone(
+    model: Model, prepared: PreparedModel, spec: RequestSpec, *, chunk_tokens: int, kv_dtype: str = "float32"
+) -> tuple[TokenId, ...]:
+    """The output tokens of a request in a cache of its own, without runners, pools or hand-over."""
+    layout = model.layout(BLOCK_SIZE, kv_dtype)
+    memory = KvMemory(layout, layout.num_blocks_for(spec.max_total_tokens))
+    executor = ModelExecutor(model, memory, window=prepared.window, eos_ids=prepared.eos_ids, chunk_tokens=chunk_tokens)
+    key = RequestKey(spec.request_id, Attempt(1))
+    table = BlockTable([BlockId(block) for block in range(memory.num_blocks)], BLOCK_SIZE)
+    outputs: list[TokenId] = []
+    result: object = None
+    start = 0
+    for end in executor.chunk_ends(key, spec):
+        last = end == spec.num_prompt_tokens
+        chunk = PrefillChunk(key=key, spec=spec, block_table=table, start=start, end=end, is_last=last)
+        (result,) = executor.prefill([chunk])
+        start = end
+    while True:
+        assert isinstance(result, SampledToken)
+        outputs.append(result.token_id)
+        ended = finish_reason(spec, index=len(outputs), token_id=result.token_id, eos_ids=prepared.eos_ids)
+        if ended is not None:
+            return tuple(outputs)
+        row = DecodeRow(
+            key=key,
+            spec=spec,
+            block_table=table,
+            input_tokens=(outputs[-1],),
+            index=len(outputs) + 1,
+            outputs=tuple(outputs),
         )
-        key = RequestKey(spec.request_id, Attempt(1))
-        table = BlockTable([BlockId(block) for block in range(NUM_BLOCKS)], BLOCK_SIZE)
-        outputs: list[TokenId] = []
-        result: object = None
-        start = 0
-        for end in executor.chunk_ends(key, spec):
-            last = end == spec.num_prompt_tokens
-            chunk = PrefillChunk(key=key, spec=spec, block_table=table, start=start, end=end, is_last=last)
-            (result,) = executor.prefill([chunk])
-            start = end
-        while True:
-            assert isinstance(result, SampledToken)
-            outputs.append(result.token_id)
-            ended = finish_reason(spec, index=len(outputs), token_id=result.token_id, eos_ids=self._prepared.eos_ids)
-            if ended is not None:
-                return tuple(outputs)
-            row = DecodeRow(
-                key=key,
-                spec=spec,
-                block_table=table,
-                input_tokens=(outputs[-1],),
-                index=len(outputs) + 1,
-                outputs=tuple(outputs),
-            )
-            (result,) = executor.decode([row])
+        (result,) = executor.decode([row])

@@ -83,6 +83,28 @@ class TinyModel:
         return model
 
 
+LLAMA3_ROPE = {
+    "rope_theta": 500_000.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LINEAR_ROPE = {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 4.0}
+"""By what is special about each: rope scaling, biases, norms of heads, tied heads, sizes of heads and of their groups."""
+FAMILIES = {
+    "llama tied": TinyModel(),
+    "llama untied, llama3 rope": TinyModel(is_tied=False, rope=LLAMA3_ROPE, window=16_384),
+    "llama linear rope, no groups": TinyModel(num_heads=3, num_kv_heads=3, hidden_size=192, rope=LINEAR_ROPE),
+    "smollm2": TinyModel(num_heads=3, num_kv_heads=1, hidden_size=96),
+    "qwen2": TinyModel(model_type="qwen2", num_heads=6, num_kv_heads=2, is_tied=False),
+    "qwen2 tied, seven heads on one": TinyModel(model_type="qwen2", num_heads=7, num_kv_heads=1, hidden_size=64),
+    "qwen3 tied": TinyModel(model_type="qwen3", num_heads=4, num_kv_heads=1),
+    "qwen3 heads of 128": TinyModel(model_type="qwen3", num_heads=3, num_kv_heads=1, head_dim=128, is_tied=False),
+}
+
+
 def write_hf(model: Any, folder: Path, *, max_shard_size: str = "1GB") -> Path:
     """As a Hugging Face folder; a small `max_shard_size` cuts the weights into shards with an index."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)

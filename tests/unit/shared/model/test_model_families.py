@@ -14,27 +14,10 @@ from shared.model.prepare import prepare, prepare_mode
 from shared.model.prepared import PreparedModel
 from shared.model.torch_model import TorchModel
 from tests.support.greedy import greedy_answers
-from tests.support.tiny_models import VOCAB_SIZE, TinyModel, write_gguf, write_hf
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, write_gguf, write_hf
 
 pytestmark = pytest.mark.timeout(300)  # the first run on a machine compiles the kernels
 
-LLAMA3_ROPE = {
-    "rope_theta": 500_000.0,
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-LINEAR_ROPE = {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 4.0}
-FAMILIES = {
-    "llama tied": TinyModel(),
-    "llama untied, llama3 rope": TinyModel(is_tied=False, rope=LLAMA3_ROPE, window=16_384),
-    "llama linear rope, no groups": TinyModel(num_heads=3, num_kv_heads=3, hidden_size=192, rope=LINEAR_ROPE),
-    "qwen2": TinyModel(model_type="qwen2", num_heads=6, num_kv_heads=2, is_tied=False),
-    "qwen3 tied": TinyModel(model_type="qwen3", num_heads=4, num_kv_heads=1),
-    "qwen3 heads of 128": TinyModel(model_type="qwen3", num_heads=3, num_kv_heads=1, head_dim=128, is_tied=False),
-}
 NUM_TOKENS = 16
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 65)  # around blocks of 16 and chunks of 32
 
