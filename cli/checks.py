@@ -1,6 +1,7 @@
 """Looks before anything is started: a taken port or a Redis that does not answer is one clear sentence."""
 
 import asyncio
+import contextlib
 import socket
 
 from cli.problem import EXIT_USAGE, CommandProblem
@@ -46,9 +47,8 @@ async def wait_for_redis(url: str) -> None:
     client = StateClient(url)
     try:
         async with asyncio.timeout(REDIS_TIMEOUT_S):
-            await _ping_until_it_answers(client)
-        await client.check_eviction_policy()
-    except (TimeoutError, ServingError):
+            await _check_policy_when_it_answers(client)
+    except TimeoutError:
         raise CommandProblem(
             f"no Redis answers at {_without_password(url)}; start it, or leave --redis-url out to use the embedded one"
         ) from None
@@ -72,8 +72,9 @@ async def check_nobody_is_active(url: str) -> None:
     try:
         async with asyncio.timeout(REDIS_TIMEOUT_S):
             while True:
-                if await leadership.find() is None:
-                    return
+                with contextlib.suppress(ServingError):  # slow for a moment: `wait_for_redis` has seen it answer
+                    if await leadership.find() is None:
+                        return
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise CommandProblem(
@@ -84,11 +85,14 @@ async def check_nobody_is_active(url: str) -> None:
         await client.close()
 
 
-async def _ping_until_it_answers(client: StateClient) -> None:
+async def _check_policy_when_it_answers(client: StateClient) -> None:
+    """One slow reply is no absence: the machine may be starting a lot at once."""
     while True:
-        if await client.ping():
+        try:
+            await client.check_eviction_policy()
             return
-        await asyncio.sleep(POLL_S)
+        except ServingError:
+            await asyncio.sleep(POLL_S)
 
 
 def _without_password(url: str) -> str:

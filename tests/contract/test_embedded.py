@@ -42,7 +42,7 @@ def test_taken_port_is_an_error(tmp_path: Path) -> None:
 def test_binary_is_a_server() -> None:
     """The file that is found runs."""
     output = subprocess.run(
-        [server_binary(), "--version"], capture_output=True, text=True, check=True, timeout=20
+        [server_binary(), "--version"], capture_output=True, text=True, check=True, timeout=90
     ).stdout
 
     assert "server v=" in output

@@ -66,7 +66,7 @@ async def wait_gone(pid: int) -> None:
     async def probe() -> bool:
         return is_live(pid)
 
-    await eventually(probe, lambda lives: not lives, within_s=10.0, what=f"process {pid} has ended")
+    await eventually(probe, lambda lives: not lives, within_s=40.0, what=f"process {pid} has ended")
 
 
 def kill_all(pids: set[int]) -> None:

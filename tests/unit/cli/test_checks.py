@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,10 +12,11 @@ from cli.checks import check_nobody_is_active, check_port, check_ports, wait_for
 from cli.problem import EXIT_FAILED, EXIT_USAGE, CommandProblem
 from shared.domain.ids import Incarnation
 from shared.process import RealClock
-from shared.state.client import StateClient
+from shared.state.client import StateClient, state_unavailable
 from shared.state.embedded import EmbeddedValkey
 from shared.state.leadership import Leadership
 from tests.support.ports import gateway_port
+from tests.support.redis_server import CALL_S
 
 
 @pytest.fixture
@@ -60,6 +62,23 @@ async def test_a_redis_that_answers_is_good(valkey: EmbeddedValkey) -> None:
     await wait_for_redis(valkey.url)
 
 
+async def test_one_slow_reply_is_no_absence(valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that starts a system is busy: both looks ask again within their time."""
+    real, num_calls = StateClient.call, 0
+
+    async def slow_at_first(client: StateClient, *command: str | int | bytes) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 2:
+            raise state_unavailable()
+        return await real(client, *command)
+
+    monkeypatch.setattr(StateClient, "call", slow_at_first)
+    await wait_for_redis(valkey.url)
+    await check_nobody_is_active(valkey.url)
+    assert 4 == num_calls
+
+
 async def test_a_redis_that_may_evict_is_refused(valkey: EmbeddedValkey) -> None:
     """A record thrown away under memory pressure would be a request without an owner."""
     with socket.create_connection(("127.0.0.1", valkey.port)) as connection:
@@ -95,14 +114,15 @@ async def test_a_redis_with_an_active_system_is_refused(
     valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its workers and ours would meet; once its lease is over there is room for us."""
-    monkeypatch.setattr(checks, "REDIS_TIMEOUT_S", 0.2)
     await check_nobody_is_active(valkey.url)
-    client = StateClient(valkey.url)
+    client = StateClient(valkey.url, timeout_s=CALL_S)
     leadership = Leadership(client, RealClock())
     await leadership.acquire(Incarnation(1), "127.0.0.1:1")
 
-    with pytest.raises(CommandProblem, match="another firsttoken system is active"):
-        await check_nobody_is_active(valkey.url)
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "REDIS_TIMEOUT_S", 0.2)
+        with pytest.raises(CommandProblem, match="another firsttoken system is active"):
+            await check_nobody_is_active(valkey.url)
     await leadership.release()
     await check_nobody_is_active(valkey.url)
     await client.close()

@@ -40,7 +40,7 @@ def test_kill_9_of_the_parent_takes_the_child_along() -> None:
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
 
-        ends_at = time.monotonic() + 5
+        ends_at = time.monotonic() + 60
         while _is_alive(child_pid) and time.monotonic() < ends_at:
             time.sleep(0.01)
         assert not _is_alive(child_pid)

@@ -140,7 +140,7 @@ async def test_first_signal_drains(number: signal.Signals) -> None:
     with start_service() as child:
         assert (await asyncio.to_thread(first_line, child)).startswith("http://127.0.0.1:")
         child.send_signal(number)
-        _, errors = await asyncio.to_thread(child.communicate, timeout=20)
+        _, errors = await asyncio.to_thread(child.communicate, timeout=90)
 
     assert 0 == child.returncode
     assert ["starting", "admin pages", "stopping", "stopped"] == [
@@ -155,7 +155,7 @@ async def test_second_signal_ends_at_once() -> None:
         child.send_signal(signal.SIGTERM)
         assert "draining" == await asyncio.to_thread(first_line, child)
         child.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(child.communicate, timeout=20)
+        await asyncio.to_thread(child.communicate, timeout=90)
 
     assert 1 == child.returncode
 
@@ -173,7 +173,7 @@ async def test_what_is_left_behind_does_not_hold_the_exit() -> None:
 async def test_failure_is_logged_and_exits_1() -> None:
     """Whatever main raises ends in one log line with its traceback."""
     with start_service(log_level="ERROR") as child:
-        _, errors = await asyncio.to_thread(child.communicate, timeout=20)
+        _, errors = await asyncio.to_thread(child.communicate, timeout=90)
 
     *_, line = [json.loads(text) for text in errors.splitlines()]
     assert (1, "process failed") == (child.returncode, line["event"])
@@ -183,7 +183,7 @@ async def test_failure_is_logged_and_exits_1() -> None:
 async def test_bad_settings_exit_2() -> None:
     """All of them are listed before anything starts."""
     with start_service(port="x", log_level="loud") as child:
-        output, errors = await asyncio.to_thread(child.communicate, timeout=20)
+        output, errors = await asyncio.to_thread(child.communicate, timeout=90)
 
     assert (2, "") == (child.returncode, output)
     assert ["FIRSTTOKEN_PORT", "FIRSTTOKEN_LOG_LEVEL"] == [line.partition(":")[0] for line in errors.splitlines()]

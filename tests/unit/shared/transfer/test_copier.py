@@ -30,11 +30,11 @@ async def test_close_waits_for_the_work_at_hand() -> None:
 
     def work() -> None:
         begun.set()
-        may_end.wait(5)
+        may_end.wait(60)
         ended.set()
 
     future = copier.submit(work)
-    await asyncio.to_thread(begun.wait, 5)
+    await asyncio.to_thread(begun.wait, 60)
     threading.Timer(0.02, may_end.set).start()
     copier.close()
 
