@@ -1,5 +1,6 @@
 """Tokens in, frames for the client out: text, events and end of one answer, and what the client has taken of them."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
@@ -108,12 +109,13 @@ class AnswerWriter:
             await self._put_text(self._stream.deltas(parts, last_index - len(parts) + 1))
 
     async def put_again(self, ids: Sequence[TokenId], logprobs: Sequence[TokenLogprobs]) -> bool:
-        """Tokens of an earlier session. Whether a stop string ends them."""
+        """Tokens of an earlier session. Whether a stop string ends them. Other answers have their turn in between."""
         parts: list[TextPart] = []
         for start in range(0, len(ids), _TOKENS_SHOWN_AT_ONCE):
             stop = start + _TOKENS_SHOWN_AT_ONCE
             parts = self.feed(ids[start:stop], logprobs[start:stop])
             await self.put(parts)
+            await asyncio.sleep(0)  # room is no wait: a log of a whole window would hold up everybody for 0.1 s
         return bool(parts) and parts[-1].is_stop
 
     def flush(self) -> list[TextPart]:

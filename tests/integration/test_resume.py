@@ -233,6 +233,19 @@ async def test_a_client_that_does_not_come_back(pair: Cluster) -> None:
     assert "cancelled" == read.error
 
 
+async def test_a_deadline_goes_along(pair: Cluster) -> None:
+    """Who reads on elsewhere has what is left of the time, and not all of it again."""
+    clock, timeout_s = asyncio.get_running_loop(), 8.0
+    asked_at = clock.time()
+    async with ask_resumable(pair.port, counting(3_000, step_ms=20), timeout=timeout_s) as (stream, read):
+        await read_on(stream, read, max_events=3)
+        stream.cut()
+    async with asyncio.timeout(ANSWER_WITHIN_S), resume(pair.port + 1, read) as stream:
+        await read_on(stream, read)
+    assert "timeout" == read.error
+    assert timeout_s - 1 < clock.time() - asked_at < 40  # all by itself it lasts for a minute
+
+
 async def test_delete_is_at_once(pair: Cluster) -> None:
     """By either path, on the gateway that does not serve it; the reader is told, and a later one too."""
     for path in ("/v1/streams/", "/v1/requests/"):

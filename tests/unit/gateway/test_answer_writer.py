@@ -124,6 +124,18 @@ async def test_logged_tokens_are_shown_in_bounded_frames() -> None:
     assert [64, 128, 150] == [frame.token_index for frame in shown]
 
 
+async def test_a_long_log_holds_nobody_up() -> None:
+    """Between its frames the loop goes round."""
+    writer, _ = make()
+    writer.start(0)
+    showing = asyncio.get_running_loop().create_task(writer.put_again(output_ids()[:1] * 640, ()))
+    num_rounds = 0
+    while not showing.done():
+        await asyncio.sleep(0)
+        num_rounds += 1
+    assert num_rounds >= 10
+
+
 async def test_what_was_taken_is_what_the_socket_took() -> None:
     """Frames that are about no tokens change nothing."""
     writer, link = make()
