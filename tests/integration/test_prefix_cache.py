@@ -10,6 +10,7 @@ import pytest
 from tests.support import leaks
 from tests.support.chat import ask, stream_chat
 from tests.support.cluster import Cluster, ClusterPlan
+from tests.support.polling import eventually
 from tests.support.script import Script, counting, padded
 
 BLOCK, CHUNK = 16, 64
@@ -134,6 +135,10 @@ async def test_cached_blocks_give_way(small_cluster: Cluster) -> None:
     assert again[1] <= BLOCK
     (prefill,) = await small_cluster.role_metrics("prefill")
     assert 1_000 <= prefill.total("firsttoken_prefix_cache_evictions_total") <= 1_400
-    status = await small_cluster.status()
-    assert status.blocks["prefill"]["cached"] > 900
+    status = await eventually(  # by the worker's next heartbeat
+        small_cluster.status,
+        lambda status: status.blocks["prefill"]["cached"] > 900,
+        within_s=20.0,
+        what="the blocks of the last prompt are cached",
+    )
     assert 1_024 == sum(status.blocks["prefill"].values())
