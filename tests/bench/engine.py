@@ -27,6 +27,7 @@ from shared.model.model import Segment
 from shared.model.numerics import NumericMode
 from shared.model.prepare import prepare, prepare_mode
 from shared.model.prepared import PreparedModel
+from tests.bench.step_cost import report_step_cost
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 64
@@ -199,6 +200,7 @@ def main() -> None:
     for threads in thread_counts:
         report_steps(Subject(prepared, mode, threads), threads, limits)
     report_constancy(prepared, mode)
+    report_step_cost()
 
 
 if __name__ == "__main__":

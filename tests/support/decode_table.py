@@ -42,7 +42,9 @@ class Reader:
 class Table:
     """The service with everything around it replaced."""
 
-    def __init__(self, metrics: Metrics, *, num_blocks: int = 16, shares_answers: bool = True) -> None:
+    def __init__(
+        self, metrics: Metrics, *, num_blocks: int = 16, max_sequences: int = 4, shares_answers: bool = True
+    ) -> None:
         self.metrics = metrics
         self.clock = HandClock()
         self.pool = BlockPool(num_blocks)
@@ -54,7 +56,7 @@ class Table:
             layout=LAYOUT,
             eos_ids=frozenset({EOS}),
             pool=self.pool,
-            max_sequences=4,
+            max_sequences=max_sequences,
             outbox_tokens=8,
             outbox_bytes=1024,
             shares_answers=shares_answers,
