@@ -166,9 +166,10 @@ class Routes:
         self._reader.require_model(name)
         return JSONResponse(self._model_object(name))
 
-    async def cancel(self, request_id: str) -> Response:
+    async def cancel(self, request: Request, request_id: str) -> Response:
         """DELETE /v1/requests/{id}: 200 when all is released, 202 when some of it is still owed."""
         bare_id = parse_request_id(request_id)
+        await self._streams.require_own(bare_id, request.headers)
         answer = await self._services.canceller.cancel_answers(bare_id, CancelReason.DELETE)
         body = {
             "id": COMPLETION_PREFIX + bare_id,

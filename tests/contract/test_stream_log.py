@@ -16,6 +16,7 @@ from shared.state.stream_log import LogMissing, StreamLog
 from tests.support.redis_server import RedisServer
 
 REQUEST_ID = RequestId("01J0000000000000000000000A")
+UNKNOWN_ID = RequestId("01J0000000000000000000000B")
 HEAD = LogHead(
     spec=RequestSpec(
         request_id=REQUEST_ID,
@@ -101,7 +102,9 @@ async def test_another_key_finds_nothing_and_takes_nothing(client: StateClient) 
     log = StreamLog(client)
     await log.write(HEAD, 1, tokens(1, 1))
     assert None is await log.take_over(REQUEST_ID, "bb")
-    assert None is await log.take_over(RequestId("01J0000000000000000000000B"), "aa")
+    others = [await log.is_of_another(request_id, "bb") for request_id in (REQUEST_ID, UNKNOWN_ID)]
+    assert ([True, False], False) == (others, await log.is_of_another(REQUEST_ID, "aa"))
+    assert None is await log.take_over(UNKNOWN_ID, "aa")
     await log.append(REQUEST_ID, 1, tokens(2, 2))
 
 

@@ -174,7 +174,7 @@ async def test_a_newer_reader_supersedes_the_older(pair: Cluster) -> None:
 
 
 async def test_only_the_same_key_reads_on(pair: Cluster) -> None:
-    """Another key, none, an unknown id, a plain answer: 404; and the reader is not disturbed."""
+    """Or cancels. Another key, none, an unknown id, a plain answer: 404; and the reader is not disturbed."""
     script = counting(60, step_ms=20)
     key = {"Authorization": "Bearer one"}
     async with ask_resumable(pair.port, script, headers=key) as (stream, read):
@@ -185,6 +185,8 @@ async def test_only_the_same_key_reads_on(pair: Cluster) -> None:
             async with resume(pair.port + 1, asked, headers=headers) as refused:
                 assert 404 == refused.status
                 assert b"request_not_found" in await refused.read_body()
+            path = f"/v1/requests/{asked.request_id}"
+            assert 404 == (await exchange(pair.port + 1, "DELETE", path, headers=headers)).status
         await read_on(stream, read)
         check(script, read)
     async with live(pair, script) as plain:

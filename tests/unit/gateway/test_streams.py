@@ -198,6 +198,26 @@ async def test_refusals() -> None:
     assert counting(10).text() == read.text
 
 
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_another_key_cancels_nothing(is_away: bool) -> None:
+    """As little as it reads on; while the store is away there is no telling whose it is, and a cancel goes before."""
+    store, backend = FakeStreamLog(), FakeBackend()
+    backend.max_tokens_out = 3
+    async with running_gateway(backend, logs=store.as_real) as running:
+        async with ask_resumable(running.port, counting(10), headers={"Authorization": "Bearer x"}) as (stream, read):
+            await until(await the_request(running), lambda request: request.acked == 3)
+            store.is_away = is_away
+            paths = [STREAMS_PATH + read.request_id, "/v1/requests/" + read.request_id]
+            foreign = [(await exchange(running.port, "DELETE", path)).status for path in paths]
+            num_heard = len(backend.cancelled_ids)
+            headers = {"Authorization": "Bearer x"}
+            own = (await exchange(running.port, "DELETE", paths[0], headers=headers)).status
+            await read_on(stream, read)
+        await until_idle(running)
+    assert ([200, 200] if is_away else [404, 404], 2 if is_away else 0) == (foreign, num_heard)
+    assert (200, "cancelled") == (own, read.error)
+
+
 async def test_without_a_store_nothing_can_be_read_on() -> None:
     """The question is answered as any other."""
     backend = FakeBackend()
