@@ -68,7 +68,8 @@ class StateClient:
 
     def __init__(self, url: str, *, max_connections: int = MAX_CONNECTIONS, timeout_s: float = TIMEOUT_S) -> None:
         self.url = url
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        """Of each call."""
         self._idle: list[Connection] = []
         self._slots = asyncio.Semaphore(max_connections)
         self._is_closed = False
@@ -77,7 +78,7 @@ class StateClient:
     async def call(self, *command: str | int | bytes) -> Reply:
         """One command. Raises ServingError STATE_UNAVAILABLE when Redis is away; a refused command is a bug."""
         try:
-            async with asyncio.timeout(self._timeout_s), self._slots:
+            async with asyncio.timeout(self.timeout_s), self._slots:
                 reply = await self._call(command)
         except (*_AWAY, ResponseError) as error:
             if not isinstance(error, _AWAY) and str(error).partition(" ")[0] not in _AWAY_WORDS:

@@ -23,7 +23,7 @@ from shared.domain.logged import LoggedTokens, LogHead
 from shared.domain.request import Outcome
 from shared.domain.sampling import TokenLogprobs
 from shared.obs.logs import get_logger
-from shared.state.client import Script, StateClient
+from shared.state.client import Reply, Script, StateClient, state_unavailable
 from shared.state.keys import ENDED_LOG_TTL_MS, LIVE_LOG_TTL_MS, log_key
 
 FIRST_SESSION = 1
@@ -32,6 +32,8 @@ _WRITE = Script("write_stream_log")
 _APPEND = Script("append_stream_log")
 _END = Script("end_stream_log")
 _TAKE_OVER = Script("take_over_stream_log")
+# Each has most of the time that a call has: more are needed only where a machine stands still between two calls.
+_TAKE_OVER_TRIES = 3
 _log = get_logger("state")
 
 
@@ -90,10 +92,7 @@ class StreamLog:
 
     async def take_over(self, request_id: RequestId, key_hash: str) -> LoggedAnswer | None:
         """For a new reader. None where there is no log that this key may read."""
-        # Asked first: a store that stands still would take the answer from its reader when it wakes, for nobody.
-        if not await self._client.call("EXISTS", log_key(request_id)):
-            return None
-        reply = await self._client.run(_TAKE_OVER, [log_key(request_id)], [key_hash, LIVE_LOG_TTL_MS])
+        reply = await self._take_over(request_id, key_hash)
         if not reply:
             return None
         session, entries = reply
@@ -102,6 +101,18 @@ class StreamLog:
         except (KeyError, ValueError, ServingError, DecodeError):  # of another version: nobody can go on with it
             _log.warning("unreadable stream log", request_id=request_id)
             return None
+
+    async def _take_over(self, request_id: RequestId, key_hash: str) -> Reply:
+        """Done in time or not at all. A store that stands still does what it is asked when it wakes: by then the caller
+        has given up and asked again, perhaps elsewhere, and the answer would be taken from that reader for nobody.
+        """
+        for _ in range(_TAKE_OVER_TRIES):
+            seconds, microseconds = await self._client.call("TIME")
+            until_ms = int(seconds) * 1000 + int(microseconds) // 1000 + int(self._client.timeout_s * 900)
+            reply = await self._client.run(_TAKE_OVER, [log_key(request_id)], [key_hash, LIVE_LOG_TTL_MS, until_ms])
+            if reply != b"late":
+                return reply
+        raise state_unavailable()
 
     async def is_of_another(self, request_id: RequestId, key_hash: str) -> bool:
         """Whether there is a log, and this key may not read it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -197,6 +198,31 @@ async def test_a_store_that_stands_still_takes_no_reader_off(client: StateClient
         valkey.resume()
         await impatient.close()
     await log.append(REQUEST_ID, 1, tokens(2, 2))
+
+
+async def test_a_takeover_that_comes_late_is_none(client: StateClient, valkey: RedisServer) -> None:
+    """The store stands still between the sign of life and the takeover: its caller has been refused, and has asked again."""
+
+    class StandsStill(StateClient):
+        async def call(self, *command: str | int | bytes) -> Any:
+            reply = await super().call(*command)
+            if command[0] == "TIME":
+                valkey.pause()
+            return reply
+
+    log = StreamLog(client)
+    await log.write(HEAD, 1, tokens(1, 1))
+    impatient = StandsStill(valkey.url, timeout_s=0.2)
+    try:
+        with pytest.raises(ServingError):
+            await StreamLog(impatient).take_over(REQUEST_ID, "aa")
+    finally:
+        valkey.resume()
+        await impatient.close()
+    await log.append(REQUEST_ID, 1, tokens(2, 2))
+    again = await log.take_over(REQUEST_ID, "aa")
+    assert again is not None
+    assert (2, tokens(1, 2)) == (again.session, again.tokens)
 
 
 async def test_readers_that_write_nothing_leave_nothing(client: StateClient) -> None:

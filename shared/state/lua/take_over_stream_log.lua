@@ -1,9 +1,13 @@
 -- Reads the log of a resumable answer for a new reader and, unless the answer has ended, raises its session: whatever an
 -- older one writes from now on is refused.
 -- KEYS[1]  stream of the answer; every entry begins with session, upto (the tokens so far)
--- ARGV     key hash, time to live in ms
+-- ARGV     key hash, time to live in ms, until when (unix ms by Redis's own clock) this may be done
 -- Returns  the reader's session (0 = the answer has ended) and all entries before; nothing where there is no log, or one
---          of another key.
+--          of another key; "late" where it is too late, and nothing was done.
+local now = redis.call('TIME')
+if now[1] * 1000 + math.floor(now[2] / 1000) > tonumber(ARGV[3]) then
+  return 'late'
+end
 local entries = redis.call('XRANGE', KEYS[1], '-', '+')
 if #entries == 0 or entries[1][2][6] ~= ARGV[1] then
   return {}

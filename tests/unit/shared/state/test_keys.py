@@ -37,13 +37,13 @@ def test_keys_of_a_script_share_one_hash_tag(script: str) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_touch_only_the_keys_they_are_given(script: str) -> None:
-    """Every redis.call names a KEYS entry, every entry is documented, and no key is built inside (RED-03)."""
+    """Every redis.call but for the time names a KEYS entry, every entry is documented, and no key is built inside (RED-03)."""
     text = (resources.files("shared.state") / "lua" / script).read_text()
     targets = re.findall(r"redis\.call\(\s*'[A-Z]+'\s*,\s*([^,)\s]+)", text)
     given = {f"KEYS[{number}]" for number in range(1, len(KEYS_OF[script]) + 1)}
 
     assert given == set(targets)
-    assert len(targets) == text.count("redis.call")
+    assert len(targets) == text.count("redis.call") - text.count("redis.call('TIME')")
     assert all(f"-- {key}" in text for key in given)
 
 
