@@ -24,7 +24,7 @@ _LOCATION_AGE_S = 10.0
 # A scheduler ends a late request by itself, and its word is worth more than the end of the call: gRPC's own deadline
 # comes behind it, for a peer that keeps a call open and does nothing.
 _DEADLINE_SLACK_S = 30.0
-_WRITE_TIMEOUT_S = 2.0  # one small message; flow control holds it up only when the peer is stuck
+_WRITE_TIMEOUT_S = 5.0  # one small message; flow control holds it up only when the peer is stuck
 
 ServeCall: TypeAlias = "StreamStreamCall[scheduler_pb2.ServeUp, scheduler_pb2.ServeDown]"
 

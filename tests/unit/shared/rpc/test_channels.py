@@ -110,8 +110,8 @@ async def test_silent_link_is_broken_for_both_ends(pool: ChannelPool, monkeypatc
         fast = {
             **dict(getattr(module, name)),
             "grpc.keepalive_time_ms": 100,
-            "grpc.keepalive_timeout_ms": 100,
-            "grpc.http2.ping_timeout_ms": 100,
+            "grpc.keepalive_timeout_ms": 1500,  # a busy machine answers later than an idle one
+            "grpc.http2.ping_timeout_ms": 1500,
         }
         if module is server:
             fast["grpc.http2.min_ping_interval_without_data_ms"] = 50
