@@ -26,7 +26,8 @@ class SchedulerConfig(ServiceSettings):
     # that were admitted in it (20 % in Envoy, Finagle and Linkerd), and a few more for a system that has little to do.
     retry_share: Annotated[float, Field(ge=0, le=1)] = 0.2
     retry_floor: Annotated[int, Field(ge=0)] = 10
-    # A request whose worker was lost waits so long for another: `up` has started a new one by then.
+    # A request whose worker was lost waits for another until its deadline; one without a deadline so long: `up` has
+    # started a new one by then.
     retry_wait_s: Annotated[float, Field(gt=0)] = 30.0
     # The gateway cancels for a reader that stands still after 60 s; what takes longer is a gateway that is stuck.
     delivered_wait_s: Annotated[float, Field(gt=0)] = 90.0

@@ -404,7 +404,8 @@ class SchedulerCore:
             waiter.asked_delivered_at = _later(waiter.asked_delivered_at, pause_s, now)
 
     def _give_up_waiting(self, now: float) -> None:
-        """A request whose pool lost all its workers waits as long as for a lost worker, one that was under way longer.
+        """A request whose pool lost all its workers waits as long as for a lost worker, one that was under way until its
+        deadline, or for long where it has none.
 
         What a gateway holds is waited for as long as a slow reader, and some.
         """
@@ -417,6 +418,8 @@ class SchedulerCore:
             asked_at = waiter.asked_delivered_at
             if asked_at is not None and now - asked_at >= self._limits.delivered_wait_s:
                 self._lives.advance(entry, events.CancelRequested(reason=CancelReason.SLOW_CLIENT), now)
+                continue
+            if entry.record.attempt > 1 and entry.deadline is not None:
                 continue
             wait_s = self._limits.loss.silence_s if entry.record.attempt == 1 else self._limits.retry_wait_s
             if placement.is_servable(waiter, prefills, decodes):
