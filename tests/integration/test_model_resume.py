@@ -15,7 +15,7 @@ from tests.support.cluster import ClusterPlan
 from tests.support.http_client import open_request
 from tests.support.resuming import ReadSoFar, read_on, resume
 
-NUM_TOKENS = 64
+NUM_TOKENS = 160  # a test that is held up for a second still meets an answer under way
 STORY = [{"role": "user", "content": "Tell me a story about a fox. Use a word of Japanese (狐) and one 🦊."}]
 # No end token: each must still be under way when its gateway dies.
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
