@@ -52,7 +52,9 @@ class FormatWeights:
         groups: dict[str, npt.NDArray[Any]] = {}
         if weight_format is WeightFormat.Q4:
             if not prepared.groups_path.exists():
-                raise PreparationError(f"{prepared.name} has no 4-bit weights, so no q4 mode; choose f32 or q8a16")
+                raise PreparationError(
+                    f"{prepared.name} has no 4-bit weights of type Q4_0 or Q4_1, so no q4 mode; choose f32 or q8a16"
+                )
             try:
                 groups = cast("Any", safetensors_numpy).load_file(prepared.groups_path)
             except (OSError, SafetensorError):

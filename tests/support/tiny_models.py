@@ -21,6 +21,7 @@ CHAT_TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
 VOCAB_SIZE = 259
 BOS_ID, EOS_ID = 257, 258
 WINDOW = 256
+_K_GROUP = 256  # weights that share the scales of a "K" type
 _LAYER_NAMES = {
     "attn_norm.weight": "input_layernorm.weight",
     "attn_q.weight": "self_attn.q_proj.weight",
@@ -210,5 +211,17 @@ def _llama3_factor(rope: Mapping[str, float], exponent: float) -> float:
 def _add(writer: Any, name: str, values: npt.NDArray[np.float32], kind: gguf.GGMLQuantizationType) -> None:
     if values.ndim == 1 or kind is gguf.GGMLQuantizationType.F32:
         writer.add_tensor(name, values)
-    else:
+    elif kind is not gguf.GGMLQuantizationType.Q4_K:
         writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+    elif values.shape[1] % _K_GROUP == 0:
+        writer.add_tensor(name, _any_q4_k(*values.shape), raw_dtype=kind)
+    else:  # what does not fill the large groups of these types is kept in others, as llama.cpp does
+        _add(writer, name, values, gguf.GGMLQuantizationType.Q5_0)
+
+
+def _any_q4_k(rows: int, columns: int) -> npt.NDArray[np.uint8]:
+    """Some weights in Q4_K, which `gguf` reads and does not write: two float16 scales, then 140 bytes, for each 256."""
+    random = np.random.default_rng(rows)
+    blocks = random.integers(0, 256, (rows, columns // _K_GROUP, 144), dtype=np.uint8)
+    blocks[..., :4] = np.array([2e-4, 1e-3], dtype=np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)

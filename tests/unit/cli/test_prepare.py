@@ -7,6 +7,7 @@ import pytest
 from cli.prepare import ModelChoice, prepare_model
 from cli.problem import EXIT_FAILED, EXIT_USAGE, CommandProblem
 from shared.model.numerics import NumericMode
+from tests.support.tiny_models import TinyModel, write_hf
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
@@ -46,3 +47,13 @@ def test_an_unknown_mode_is_wrong_usage() -> None:
         ModelChoice.of(None, "fp8", {})
 
     assert EXIT_USAGE == caught.value.exit_code
+
+
+def test_a_mode_that_the_model_cannot_have_is_one_sentence(tmp_path: Path) -> None:
+    """A folder in float32 has no 4-bit weights; what it can have is named."""
+    folder = write_hf(TinyModel().build(), tmp_path / "tiny")
+
+    with pytest.raises(CommandProblem, match=r"tiny has no 4-bit weights .*choose f32 or q8a16") as caught:
+        prepare_model(ModelChoice.of(str(folder), "q4a16", {}), tmp_path / "home", lambda _: None)
+
+    assert EXIT_FAILED == caught.value.exit_code

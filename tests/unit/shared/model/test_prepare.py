@@ -6,8 +6,10 @@ import threading
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from safetensors import torch as safetensors_torch
 
 from shared.model.numerics import NumericMode
@@ -218,6 +220,26 @@ def test_a_mode_is_packed_once_and_only_where_it_can_be(tiny_q4: PreparedModel, 
     for mode, part in ((NumericMode.Q4A8, "tiny has no 4-bit weights"), (NumericMode.BF16, "torch backend only")):
         with pytest.raises(PreparationError, match=part):
             prepare_mode(PreparedModel.load(tiny_dir), mode, home, lines.append)
+
+
+def test_other_quantisations_are_served_in_float32_or_8_bits(tmp_path: Path) -> None:
+    """A file in Q4_K: its numbers are those that its own library reads; its groups are none that a q4 mode computes with."""
+    model = TinyModel(hidden_size=256).build()
+    path = write_gguf(model, tmp_path / "tiny-Q4_K_M.gguf", matrix_type=GGMLQuantizationType.Q4_K)
+    prepared = PreparedModel.load(prepare(path, tmp_path, lambda _: None))
+    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    read = [tensors[f"blk.1.{name}.weight"] for name in ("ffn_up", "ffn_down")]
+    expected = [np.asarray(dequantize(each.data, each.tensor_type)) for each in read]
+
+    assert [GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_0] == [each.tensor_type for each in read]
+    weights = _weights(prepared.folder)
+    names = ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight")
+    assert [each.tobytes() for each in expected] == [weights[name].numpy().tobytes() for name in names]
+    assert prepared.default_mode is NumericMode.F32
+    for mode in (NumericMode.F32, NumericMode.Q8A16):
+        prepare_mode(prepared, mode, tmp_path, lambda _: None)
+    with pytest.raises(PreparationError, match="tiny has no 4-bit weights of type Q4_0 or Q4_1, so no q4 mode"):
+        prepare_mode(prepared, NumericMode.Q4A16, tmp_path, lambda _: None)
 
 
 def test_sizes_that_the_kernels_do_not_take(tmp_path: Path) -> None:
