@@ -16,10 +16,11 @@ POOL_MIB = 40  # 56 blocks of 16 tokens in float32: three of the five answers at
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def small_system() -> Generator[Cluster]:
-    """Small pools on both sides."""
-    with ClusterPlan().setting("kv_pool_mib", POOL_MIB).start() as cluster:
+@pytest.fixture(scope="module", params=["shm", "grpc"])
+def small_system(request: pytest.FixtureRequest) -> Generator[Cluster]:
+    """Small pools on both sides; KV by each transport."""
+    plan = ClusterPlan().setting("kv_pool_mib", POOL_MIB).setting("transports", request.param)
+    with plan.start() as cluster:
         yield cluster
 
 
