@@ -22,7 +22,7 @@ from shared.codec.request import (
 )
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestKey
-from shared.wire import common_pb2, decode_pb2, decode_pb2_grpc
+from shared.wire import decode_pb2, decode_pb2_grpc
 
 _Context = aio.ServicerContext[decode_pb2.TokensUp, decode_pb2.TokensDown]
 
@@ -126,7 +126,7 @@ class DecodeTokens(decode_pb2_grpc.DecodeServicer):
                 session=attach.session,
             )
         except ServingError as error:
-            return _refusal(attach.key, error)
+            return _refusal(attach, error)
         return None
 
     def _finish(self, stream: TokenStream, finish: decode_pb2.Finish) -> None:
@@ -140,8 +140,8 @@ class DecodeTokens(decode_pb2_grpc.DecodeServicer):
             self._log.warning("finish refused", key=str(key), reason=error.message)
 
 
-def _refusal(key: common_pb2.RequestKey, error: ServingError) -> decode_pb2.AttachRefused:
-    return decode_pb2.AttachRefused(key=key, error=error_to_detail(error))
+def _refusal(attach: decode_pb2.Attach, error: ServingError) -> decode_pb2.AttachRefused:
+    return decode_pb2.AttachRefused(key=attach.key, error=error_to_detail(error), session=attach.session)
 
 
 async def _write(stream: TokenStream, context: _Context, writing: asyncio.Lock) -> None:

@@ -183,9 +183,12 @@ class TokenSubscription:
         if reason is not None and message.end.index == self._next_index - 1:
             self._add(SequenceEnded(index=message.end.index, reason=reason))
         elif self._num_untaken > MAX_UNTAKEN_TOKENS:
-            self.refuse(ServingError(ErrorCode.INTERNAL, "the server failed"))
+            self.refuse(ServingError(ErrorCode.INTERNAL, "the server failed"), self._session)
 
-    def refuse(self, error: ServingError) -> None:
+    def refuse(self, error: ServingError, session: int) -> None:
+        """Nothing where that was the attach of another session, which this one has replaced here."""
+        if session != self._session:
+            return
         self._is_refused = True
         self._add(AttachRefused(error=error))
 
@@ -331,7 +334,7 @@ class TokenStream:
             case "refused":
                 subscription = self._subscriptions.get(key_from_wire(message.refused.key))
                 if subscription is not None:
-                    subscription.refuse(detail_to_error(message.refused.error))
+                    subscription.refuse(detail_to_error(message.refused.error), message.refused.session)
             case None:
                 pass  # a newer worker says something that we do not know
 

@@ -329,7 +329,10 @@ async def test_answers_on_two_streams_do_not_mix() -> None:
 
 
 async def test_attach_needs_the_ticket_and_an_attempt() -> None:
-    """A wrong ticket and an unknown attempt are refused by name on a stream that goes on serving others."""
+    """A wrong ticket, an unknown attempt, an older session are refused by name on a stream that goes on serving others.
+
+    Each with the session that was refused: on the same stream a newer one may read the same attempt.
+    """
     spec = scripted_spec("r")
     key = key_of("r")
     async with worker_pair() as pair:
@@ -337,11 +340,16 @@ async def test_attach_needs_the_ticket_and_an_attempt() -> None:
         gateway = await pair.gateway()
         await gateway.attach(key, b"x" * len(reserved.attach_ticket))
         await gateway.attach(key_of("r", attempt=2), reserved.attach_ticket)
-        await gateway.until(lambda: len(gateway.refused) == 2)
-        await gateway.attach(key, reserved.attach_ticket)
+        await gateway.attach(key, reserved.attach_ticket, session=2)
+        await gateway.attach(key, reserved.attach_ticket, session=1)
+        await gateway.until(lambda: len(gateway.refused) == 3)
         await gateway.ended(key)
 
-        assert [refused.error.code for refused in gateway.refused] == ["PERMISSION_DENIED", "REQUEST_NOT_FOUND"]
+        assert [(refused.error.code, refused.session) for refused in gateway.refused] == [
+            ("PERMISSION_DENIED", 0),
+            ("REQUEST_NOT_FOUND", 0),
+            ("SUPERSEDED", 1),
+        ]
 
 
 # ---- the session

@@ -232,7 +232,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                         is_known = request is not None and message.attach.key.attempt == request.attempt
                         if request is None or not is_known or message.attach.ticket != b"ticket":
                             async with writing:
-                                await self._refuse_attach(message.attach.key, context)
+                                await self._refuse_attach(message.attach, context)
                             continue
                         request.attaches.append(message.attach)
                         request.num_sent = message.attach.from_index - 1
@@ -294,9 +294,10 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                 self.cut_streams_after = None
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
 
-    async def _refuse_attach(self, key: common_pb2.RequestKey, context: Any) -> None:
+    async def _refuse_attach(self, attach: decode_pb2.Attach, context: Any) -> None:
         detail = error_to_detail(ServingError(ErrorCode.REQUEST_NOT_FOUND, "no such attempt"))
-        await context.write(decode_pb2.TokensDown(refused=decode_pb2.AttachRefused(key=key, error=detail)))
+        refused = decode_pb2.AttachRefused(key=attach.key, error=detail, session=attach.session)
+        await context.write(decode_pb2.TokensDown(refused=refused))
 
     def _reason(self, request: FakeRequest) -> "common_pb2.FinishReason.ValueType":
         ends_by_eos = request.tokens[-1] == SCRIPTED_EOS_ID and not request.spec.ignore_eos

@@ -181,9 +181,10 @@ class FakeGateway:
         self._writing = asyncio.Lock()
         self._changed = asyncio.Condition()
 
-    async def attach(self, key: RequestKey, ticket: bytes, from_index: int = 1) -> None:
+    async def attach(self, key: RequestKey, ticket: bytes, from_index: int = 1, session: int = 0) -> None:
         """Read the attempt from here on."""
-        await self._up(attach=decode_pb2.Attach(key=key_to_wire(key), from_index=from_index, ticket=ticket))
+        attach = decode_pb2.Attach(key=key_to_wire(key), from_index=from_index, ticket=ticket, session=session)
+        await self._up(attach=attach)
 
     async def ack(self, key: RequestKey, index: int) -> None:
         """Tokens 1..index are delivered."""

@@ -199,12 +199,20 @@ async def test_finish_takes_the_place_of_acknowledgements_and_is_repeated() -> N
     assert ["attach 3", "finish 2"] == told(subject)
 
 
+async def test_a_late_refusal_is_of_the_session_that_asked() -> None:
+    """An older reader of the same answer was here, and its attach came too late: the newer one goes on."""
+    subject = TokenSubscription(SilentStream(), KEY, b"ticket", 1, 4)
+    subject.refuse(ServingError(ErrorCode.SUPERSEDED, "a newer reader took over"), 2)
+    subject.receive(tokens(1, 10))
+    assert (arrived(10), ["attach 2"]) == (await subject.get(), told(subject))
+
+
 async def test_a_refused_subscription_says_no_more() -> None:
     """Neither to the reader nor to decode."""
     subject = subscription()
     error = ServingError(ErrorCode.REQUEST_NOT_FOUND, "no such attempt")
-    subject.refuse(error)
-    subject.refuse(error)
+    subject.refuse(error, 0)
+    subject.refuse(error, 0)
     subject.receive(tokens(1, 10))
     subject.forget_told()
 
