@@ -65,9 +65,7 @@ async def run_worker(process: Process, config: DecodeConfig, engine: Engine) -> 
         stack.callback(copier.close)
         channels = ChannelPool(token)
         stack.push_async_callback(channels.close)
-        locator = await stack.enter_async_context(
-            scheduler_locator(fixed=config.scheduler, redis_url=config.redis_url, clock=process.clock)
-        )
+        locator = await stack.enter_async_context(scheduler_locator(config, process.clock))
         stack.push_async_callback(step_loop.stop)
         receiver = KvReceiver(
             service=service,

@@ -24,7 +24,7 @@ _LAST_REQUESTS_S = 0.25
 async def main(process: Process, config: GatewayConfig) -> None:
     """Serves until told to stop, drains, returns."""
     tokenizer = await asyncio.to_thread(_load_tokenizer, config)
-    state = StateClient(config.redis_url)
+    state = StateClient(config.redis_url, timeout_s=config.redis_timeout_s)
     leadership = None if config.scheduler else Leadership(state, process.clock)
     try:
         async with open_gateway(

@@ -70,9 +70,7 @@ async def run_worker(process: Process, config: PrefillConfig, engine: Engine) ->
             stack.callback(proof.close)
         channels = ChannelPool(token)
         stack.push_async_callback(channels.close)
-        locator = await stack.enter_async_context(
-            scheduler_locator(fixed=config.scheduler, redis_url=config.redis_url, clock=process.clock)
-        )
+        locator = await stack.enter_async_context(scheduler_locator(config, process.clock))
         stack.push_async_callback(step_loop.stop)
         # Nobody calls a prefill worker; the server is there for its health, and so that its address is its own.
         server = await stack.enter_async_context(

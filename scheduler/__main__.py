@@ -39,7 +39,7 @@ class Replaced(Exception):
 
 async def main(process: Process, config: SchedulerConfig) -> None:
     """Raises Replaced; returns after a drain."""
-    client = StateClient(config.redis_url)
+    client = StateClient(config.redis_url, timeout_s=config.redis_timeout_s)
     service = SchedulerService(process.clock)
 
     def add_servicers(server: Server) -> None:

@@ -38,6 +38,8 @@ class ServiceSettings(BaseSettings):
     admin_port: Port | None = None  # - = port + 1000
     cluster_token: SecretStr = SecretStr("")  # on every internal call; `up` makes one a run
     redis_url: str = "redis://127.0.0.1:6379/0"  # must have maxmemory-policy noeviction
+    # Without a reply in this time Redis is away, and new requests are refused.
+    redis_timeout_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     scheduler: str | None = None  # "host:port": used instead of the lease lookup
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # state changes are at DEBUG
     drain_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0  # Kubernetes' default grace period

@@ -10,6 +10,7 @@ from structlog.typing import FilteringBoundLogger
 from shared.domain.clock import Clock
 from shared.rpc.server import RunningServer
 from shared.rpc.worker_session import WorkerSession
+from shared.settings import ServiceSettings
 from shared.state.client import StateClient
 from shared.state.leadership import Leadership
 from shared.state.locate import SchedulerLocator
@@ -121,12 +122,12 @@ class WorkerLife:
 
 
 @asynccontextmanager
-async def scheduler_locator(*, fixed: str | None, redis_url: str, clock: Clock) -> AsyncGenerator[SchedulerLocator]:
-    """Where the scheduler is: the `fixed` address, or the lease record in Redis."""
-    if fixed is not None:
-        yield SchedulerLocator(None, fixed)
+async def scheduler_locator(config: ServiceSettings, clock: Clock) -> AsyncGenerator[SchedulerLocator]:
+    """Where the scheduler is: the address of the settings, or the lease record in Redis."""
+    if config.scheduler is not None:
+        yield SchedulerLocator(None, config.scheduler)
         return
-    client = StateClient(redis_url)
+    client = StateClient(config.redis_url, timeout_s=config.redis_timeout_s)
     try:
         yield SchedulerLocator(Leadership(client, clock), None)
     finally:

@@ -27,6 +27,7 @@ LOG_TAIL_LINES = 15
 LOG_LINE_CHARS = 400
 LOGS_LINE = "logs: "
 POLL_S = 0.05
+REDIS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +272,10 @@ class ClusterPlan:
     def launch(self) -> Cluster:
         """Starts it and returns once it is ready; the caller stops it. Raises AssertionError with the log if it does not get ready."""
         port, mark = ports.gateway_port(self.num_gateways), uuid.uuid4().hex
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("FIRSTTOKEN_")} | dict(self.settings)
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("FIRSTTOKEN_")}
+        if self.redis is None:  # nobody takes it away: where it is slow, the machine is busy
+            environ["FIRSTTOKEN_REDIS_TIMEOUT_S"] = str(REDIS_TIMEOUT_S)
+        environ |= self.settings
         environ[processes.MARK_NAME] = mark
         log = Path(tempfile.mkdtemp(prefix="firsttoken-test-")) / "up.log"
         with log.open("wb") as output:

@@ -14,6 +14,7 @@ from shared.rpc import worker_life
 from shared.rpc.server import RunningServer
 from shared.rpc.worker_life import WorkerLife
 from shared.rpc.worker_session import WorkerSession
+from shared.settings import ServiceSettings
 
 
 class FakeReadiness:
@@ -196,3 +197,23 @@ async def test_a_dead_engine_ends_the_process_after_it_was_seen() -> None:
     assert bench.process.dead_reasons == ["the engine thread has died"]
     assert bench.table.num_deaths == 1
     assert bench.server.changes == [True, False]
+
+
+@pytest.mark.parametrize(("scheduler", "expected"), [(None, [("redis://r:1", 3.0)]), ("s:7000", [])])
+async def test_redis_has_the_time_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch, scheduler: str | None, expected: list[tuple[str, float]]
+) -> None:
+    """Where the scheduler is looked up; a fixed address asks nobody."""
+    made: list[tuple[str, float]] = []
+
+    class FakeClient:
+        def __init__(self, url: str, *, timeout_s: float) -> None:
+            made.append((url, timeout_s))
+
+        async def close(self) -> None:
+            """Nothing."""
+
+    monkeypatch.setattr(worker_life, "StateClient", FakeClient)
+    config = ServiceSettings(redis_url="redis://r:1", redis_timeout_s=3.0, scheduler=scheduler)
+    async with worker_life.scheduler_locator(config, RealClock()):
+        assert expected == made
