@@ -239,6 +239,7 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
             case Reject():
                 return judged
             case AlreadyHeld(acked_upto=acked_upto):
+                self._metrics.refused_total.add("doubled_frame")
                 self._service.sign(row)
                 return acked_upto
             case WriteBlocks():

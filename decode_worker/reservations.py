@@ -13,7 +13,7 @@ from shared.domain.request import RequestSpec
 from shared.domain.worker import NO_WORK, Work
 from shared.kv.block_pool import BlockPool
 from shared.kv.prefix_cache import PrefixCache
-from shared.transfer.tombstones import Tombstone, Tombstones
+from shared.transfer.tombstones import Tombstones
 
 LEASE_S = 10.0  # ten of prefill's keep-alives: a worker that is gone costs its peers this long at most
 
@@ -172,8 +172,12 @@ class Reservations:
             raise ValueError(f"{key} still holds blocks")
         self._tombstones.bury(key, now, work=work)
 
-    def tombstone(self, key: RequestKey, now: float) -> Tombstone | None:
-        return self._tombstones.find(key, now)
+    def bury_unknown(self, key: RequestKey, now: float) -> Work:
+        """What arrives of an attempt that is not here is refused from now on. The work of one that was."""
+        tombstone = self._tombstones.find(key, now)
+        if tombstone is None:
+            self.bury(key, now)
+        return NO_WORK if tombstone is None else tombstone.work
 
     def has_ended(self, key: RequestKey, now: float) -> bool:
         return self._tombstones.find(key, now) is not None

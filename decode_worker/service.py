@@ -7,6 +7,7 @@ Who gets blocks, and who leaves when they run short, is decided in `growth`.
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 
 from structlog.typing import FilteringBoundLogger
 
@@ -24,7 +25,7 @@ from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId, TransferId, WorkerId
 from shared.domain.request import FinishReason, RequestSpec
-from shared.domain.worker import NO_WORK, KvTarget
+from shared.domain.worker import KvTarget
 from shared.engine.decode_runner import DecodeSequence, DecodeStep, Join, Leave
 from shared.engine.executor import SampledToken
 from shared.kv.block_pool import BlockPool
@@ -61,14 +62,16 @@ class DecodeService:
         metrics: Metrics,
         log: FilteringBoundLogger,
     ) -> None:
-        self._worker_id, self._incarnation = worker_id, incarnation
+        self._incarnation = incarnation
+        self._target = KvTarget(
+            worker_id=worker_id, address="", incarnation=incarnation, transfer_id=TransferId(0), transports=transports
+        )
         self._layout = layout
         self._eos_ids = eos_ids
         self._pool = pool
         self._max_rows = max_sequences * ROWS_A_SEQUENCE
         self._outbox_tokens, self._outbox_bytes = outbox_tokens, outbox_bytes
         self._shares_answers = shares_answers
-        self._transports = transports
         self._clock = clock
         self._metrics = metrics
         self._log = log
@@ -79,7 +82,7 @@ class DecodeService:
 
     def connect(self, engine: DecodeEngine, events: EventSink, *, address: str) -> None:
         """The two that the table speaks to, and what others dial; they are made with the table and so come later."""
-        self._address = address
+        self._target = replace(self._target, address=address)
         self._engine = engine
         self._events = events
         self._grower = Grower(
@@ -166,7 +169,7 @@ class DecodeService:
         if held is not None:  # asked again: the same answer
             self._report_reserved(key, epoch, held)
             return
-        if key in self._rows or self._reservations.tombstone(key, now) is not None:
+        if key in self._rows or self._reservations.has_ended(key, now):
             self._metrics.refused_total.add("late_reserve")
             return
         try:
@@ -229,11 +232,7 @@ class DecodeService:
     def _let_go(self, key: RequestKey, epoch: Epoch) -> None:
         row = self._rows.get(key)
         if row is None:
-            now = self._clock.monotonic()
-            tombstone = self._reservations.tombstone(key, now)
-            if tombstone is None:
-                self._reservations.bury(key, now)
-            work = NO_WORK if tombstone is None else tombstone.work
+            work = self._reservations.bury_unknown(key, self._clock.monotonic())
             self._events.post(worker_events.released(key, epoch, blocks_freed=0, work=work))
             return
         row.release_epoch = epoch
@@ -256,6 +255,7 @@ class DecodeService:
     def take_first_token(self, row: HeldSequence, token: SampledToken, cached_tokens: int) -> RejectCode | None:
         """Token 1 goes to the reader at once; a repeat is accepted and changes nothing."""
         if row.first_token is not None or row.delivered:
+            self._metrics.refused_total.add("doubled_first_token")
             return None
         if row.stage is Stage.ENDED:
             return row.reject_code
@@ -372,7 +372,10 @@ class DecodeService:
     def ack(self, key: RequestKey, index: int, reader: TokenReader, session: int = 0) -> None:
         """Tokens 1..index are delivered: room for the engine to go on."""
         row = self._read_by(key, reader, session)
-        if row is None or not row.outbox.ack(index):
+        if row is None:
+            return
+        if not row.outbox.ack(index):
+            self._metrics.refused_total.add("late_ack")
             return
         if row.stage is Stage.ENDED:
             self._report_done(row)
@@ -412,6 +415,7 @@ class DecodeService:
         """The row, if this reader has it: what a replaced reader or an older session says does not count."""
         row = self._rows.get(key)
         if row is None or row.reader is not reader:
+            self._metrics.refused_total.add("late_reader")
             return None
         if session < row.session:
             self._metrics.refused_total.add("stale_session")
@@ -478,13 +482,8 @@ class DecodeService:
         self._log.info("attempt ended", **reports.ended_fields(row))
 
     def _report_reserved(self, key: RequestKey, epoch: Epoch, held: Reservation) -> None:
-        target = KvTarget(
-            worker_id=self._worker_id,
-            address=self._address,
-            incarnation=self._incarnation,
-            transfer_id=held.transfer_id,
-            transports=self._transports,
-            tokens_held=held.num_shared * self._layout.block_size,
+        target = replace(
+            self._target, transfer_id=held.transfer_id, tokens_held=held.num_shared * self._layout.block_size
         )
         self._events.post(worker_events.reserved(key, epoch, target=target, attach_ticket=held.attach_ticket))
 

@@ -243,7 +243,7 @@ class SchedulerCore:
             told = events.AnswerComplete(
                 closed_attempt=event.closed_attempt, finish_reason=reason, completion_tokens=len(event.ids)
             )
-        self._lives.advance(entry, told, now)
+        self._lives.feed(entry, told, now)
         self._lives.place(now)
 
     def _stream_closed(self, event: StreamClosed, now: float) -> None:
@@ -404,8 +404,8 @@ class SchedulerCore:
             waiter.asked_delivered_at = _later(waiter.asked_delivered_at, pause_s, now)
 
     def _give_up_waiting(self, now: float) -> None:
-        """A request whose pool lost all its workers waits as long as for a lost worker, one that was under way until its
-        deadline, or for long where it has none.
+        """A request whose pool lost all its workers waits as long as for a lost worker; one that was under way waits
+        until its deadline, or longer than others where it has none.
 
         What a gateway holds is waited for as long as a slow reader, and some.
         """

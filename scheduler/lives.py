@@ -123,11 +123,14 @@ class Lives:
             waiter.avoided.add(ref)
 
     def feed(self, entry: Entry | None, event: events.Event, now: float) -> Verdict:
-        """Advance a request that may be unknown: late words about it are counted and dropped."""
+        """What somebody says of a request that may be unknown: late and doubled words are counted and dropped."""
         if entry is None:
             self.emit(Refused(kind="unknown_request"))
             return Verdict.STALE
-        return self.advance(entry, event, now)
+        verdict = self.advance(entry, event, now)
+        if verdict is Verdict.IGNORED:
+            self.emit(Refused(kind="late_event"))
+        return verdict
 
     def advance(self, entry: Entry, event: events.Event, now: float) -> Verdict:
         before = entry.record

@@ -245,6 +245,28 @@ async def test_a_broken_stream_is_opened_again_and_only_the_rest_is_sent() -> No
         assert expected_ids(spec) == gateway.ids["r"]
 
 
+async def test_a_doubled_frame_is_acknowledged_counted_and_not_written() -> None:
+    """What is held stays as it is, whatever comes for it."""
+    spec = scripted_spec("r", repeat=5, num_prompt_tokens=NUM_PROMPT_TOKENS)
+    key = key_of("r")
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, reserved := await pair.reserve(spec))
+        await sender.hello()
+        push = await sender.open()
+        await push.held()
+        await push.send(sender.frames[:1])
+        await push.call.write(sender.message(2, sender.frames[0], flip=True))
+        assert 2 == (await push.down()).ack.upto
+        assert b'firsttoken_refused_total{kind="doubled_frame"} 1.0' in pair.decode.metrics.render()
+        await push.send(sender.frames[1:], first_number=3)
+        assert await sender.tell_first_token() is None
+        gateway = await pair.gateway()
+        await gateway.attach(key, reserved.attach_ticket)
+        await gateway.ended(key)
+
+        assert expected_ids(spec) == gateway.ids["r"]
+
+
 async def test_a_newer_stream_replaces_one_that_is_still_open() -> None:
     """A sender that lost its stream without decode noticing opens another one; the old one's frames are refused."""
     spec = scripted_spec("r", num_prompt_tokens=NUM_PROMPT_TOKENS)

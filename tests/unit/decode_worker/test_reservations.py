@@ -6,7 +6,7 @@ from decode_worker.reservations import Refusal, Reservation, Reservations
 from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId, TransferId
 from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
-from shared.domain.worker import Work
+from shared.domain.worker import NO_WORK, Work
 from shared.kv.block_pool import BlockPool, BlockState
 
 
@@ -88,10 +88,17 @@ def test_an_ended_attempt_cannot_come_back() -> None:
     reservations.bury(key(1), 0.0, work=Work(computed_tokens=3))
 
     assert reservations.ended(59.0) == (key(1),)
-    tombstone = reservations.tombstone(key(1), 59.0)
-    assert tombstone is not None
-    assert tombstone.work == Work(computed_tokens=3)
+    assert reservations.bury_unknown(key(1), 59.0) == Work(computed_tokens=3)
     with pytest.raises(ValueError, match="not new"):
         grant(reservations, 1, 1, now=59.0)
     assert not reservations.has_ended(key(1), 60.0)
     assert isinstance(grant(reservations, 1, 1, now=60.0), Reservation)
+
+
+def test_an_attempt_that_was_never_here_cannot_come() -> None:
+    """Its Abort overtook its Reserve."""
+    reservations = Reservations(pool=BlockPool(4), block_size=4, max_sequences=8)
+
+    assert reservations.bury_unknown(key(1), 0.0) == NO_WORK
+    with pytest.raises(ValueError, match="not new"):
+        grant(reservations, 1, 1, now=59.0)

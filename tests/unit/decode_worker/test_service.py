@@ -7,6 +7,7 @@ import pytest
 
 from decode_worker.sequence import HeldSequence
 from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import TokenId
 from shared.domain.request import FinishReason
 from shared.engine.decode_runner import Grant, Join, Leave
 from shared.engine.executor import SampledToken, SequenceFault
@@ -192,6 +193,29 @@ def test_an_end_token_as_token_1_ends_the_answer(table: Table) -> None:
     assert row.outbox.end is not None
     assert row.outbox.end.reason is FinishReason.STOP
     assert row.cached_tokens == 3
+
+
+def test_late_and_doubled_words_change_nothing_and_are_counted(table: Table) -> None:
+    """Token 1 again, another one's acknowledgement, one of what was acknowledged or does not exist, and after the end."""
+    key = table.reserve()
+    row = table.running(key)
+    reader, stranger = Reader(), Reader()
+    table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=reader)
+    assert table.service.take_first_token(row, SampledToken(token_id=TokenId(99)), 0) is None
+    table.step(tokens=(token(key, 2),))
+    table.service.ack(key, 2, stranger)
+    assert 0 == row.outbox.acked_upto
+    table.service.ack(key, 1, reader)
+    table.service.ack(key, 1, reader)
+    table.service.ack(key, 3, reader)
+    assert (1, [50, 52]) == (row.outbox.acked_upto, row.outputs)
+    table.command("r", abort=scheduler_pb2.Abort())
+    table.step(left=(key,))
+    table.service.ack(key, 2, reader)
+
+    told = table.metrics.render().decode()
+    counts = {"doubled_first_token": 1.0, "late_ack": 2.0, "late_reader": 2.0}
+    assert all(f'firsttoken_refused_total{{kind="{kind}"}} {count}' in told for kind, count in counts.items()), told
 
 
 def test_of_two_sessions_of_a_resumable_answer_the_higher_counts(table: Table) -> None:
