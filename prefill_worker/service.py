@@ -101,6 +101,13 @@ class PrefillService:
         """State -> blocks, all states."""
         return {state.value: count for state, count in self._pool.counts().items()}
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks and index agree, and every block in use is some job's."""
+        self._prefixes.check_integrity()
+        num_held = sum(len(job.blocks) for job in self._jobs.values())
+        if num_held < self._pool.num_blocks - self._pool.num_available:
+            raise AssertionError("a block is held by no job")
+
     def sweep(self) -> None:
         """Call it now and then: nothing is computed or sent for a client whose time is over."""
         now = self._clock.monotonic()

@@ -4,6 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from decode_worker.service import DecodeService
+from prefill_worker.service import PrefillService
+from shared.engine.decode_runner import DecodeStep
+from shared.engine.prefill_runner import PrefillStep
 from shared.state.client import StateClient
 from tests.support import ports, worker_pair
 from tests.support.redis_server import CALL_S, RedisServer
@@ -51,3 +55,30 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """The one way that KV has between the workers of the test."""
     monkeypatch.setattr(worker_pair, "transports", request.param)
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def checked_after_each_step(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
+    """Pools, prefix indexes and tables of the workers in this process are whole after every step that they hear of."""
+    broken: list[AssertionError] = []
+
+    def check(service: DecodeService | PrefillService) -> None:
+        try:
+            service.check_integrity()
+        except AssertionError as error:  # told to the test, not to the engine's thread
+            broken.append(error)
+
+    decode_step, prefill_step = DecodeService.on_step, PrefillService.on_step
+
+    def after_decode(service: DecodeService, step: DecodeStep) -> None:
+        decode_step(service, step)
+        check(service)
+
+    def after_prefill(service: PrefillService, step: PrefillStep) -> None:
+        prefill_step(service, step)
+        check(service)
+
+    monkeypatch.setattr(DecodeService, "on_step", after_decode)
+    monkeypatch.setattr(PrefillService, "on_step", after_prefill)
+    yield
+    assert [] == broken
