@@ -1,4 +1,4 @@
-"""A prefill worker that is told to stop while a peer, or itself, stands still: it ends in the time of its drain."""
+"""A worker that is told to stop while its peer, or itself, stands still: it ends in the time of its drain."""
 
 import asyncio
 import os
@@ -83,3 +83,19 @@ async def test_it_stands_still_itself_in_mid_copy() -> None:
             await pair.scheduler.hang_up("prefill-0")
             os.kill(prefill.pid, signal.SIGTERM)
         await _ends_well(prefill)
+
+
+async def test_a_decode_worker_whose_sender_stands_still_in_mid_copy() -> None:
+    """The other way round: its blocks are nobody's any more, and its stream ends without the sender."""
+    spec = scripted_spec("r", num_prompt_tokens=NUM_PROMPT_TOKENS, prefill_ms=20_000)
+    async with (
+        worker_pair(with_prefill=False, with_decode=False) as pair,
+        worker_process(pair, "decode", drain_timeout_s=DRAIN_S) as decode,
+        worker_process(pair, "prefill") as prefill,
+    ):
+        await pair.place(spec)
+        await pair.scheduler.until(_left_below(pair, NUM_PROMPT_TOKENS - 100))
+        with frozen(prefill.pid):
+            decode.send_signal(signal.SIGTERM)
+            await pair.scheduler.event("decode-0", KEY, "preempted")
+            await _ends_well(decode)
