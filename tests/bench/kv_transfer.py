@@ -3,11 +3,13 @@
 A real prefill worker here and a real decode worker in a process of its own, with the default model's cache and an
 executor that computes nothing: a chunk takes the time that it is told, its layers are told in groups or not at all.
 Exposed is what the worker counts itself: from the last prefill step of a prompt to the acknowledgement of its last frame
-and of token 1. With chunks that take no time that is the whole transfer, which gives the rate.
+and of token 1. With chunks that take no time that is the whole transfer, which gives the rate. Beside each: the least as a
+multiple of the time in which this machine copies those bytes once in memory, measured at the start.
 """
 
 import argparse
 import asyncio
+import logging
 import os
 import random
 import statistics
@@ -15,6 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import structlog
 from grpc import aio
 
 from decode_worker import worker as decode
@@ -127,7 +131,18 @@ async def hand_over(pair: WorkerPair, number: int, num_tokens: int, exposed: lis
     await pair.release("decode-0", key_of(name), abort=True)
 
 
-async def measure(transports: str, arguments: argparse.Namespace) -> None:
+def copy_bytes_s(num_bytes: int) -> float:
+    """How fast one thread copies so many bytes, the best of some tries."""
+    source, target = np.ones((2, num_bytes), dtype=np.uint8)
+    times: list[float] = []
+    for _ in range(15):
+        begun = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - begun)
+    return num_bytes / min(times)
+
+
+async def measure(transports: str, arguments: argparse.Namespace, copying: float) -> None:
     """All cases over one pair of workers; a line each."""
     scheduler = FakeScheduler()  # pyright: ignore[reportAbstractUsage] - workers call Session alone
     channels = ChannelPool(TOKEN)
@@ -164,12 +179,13 @@ async def measure(transports: str, arguments: argparse.Namespace) -> None:
                     number += 1
                     await hand_over(pair, number, arguments.tokens, exposed)
                 num_bytes = engine.memory.layout.num_blocks_for(arguments.tokens) * engine.memory.layout.block_bytes
-                rate = f" {num_bytes / min(exposed) / 1e9:.2f} GB/s" if chunk_ms == 0 else ""
+                rate = f"  {num_bytes / min(exposed) / 1e9:.2f} GB/s" if chunk_ms == 0 else ""
                 ordered = sorted(exposed)
                 print(
                     f"{transports:5} {title:15} n={len(ordered)} {num_bytes / 1e6:.1f} MB exposed ms: "
                     f"min={ordered[0] * 1e3:.2f} p50={statistics.median(ordered) * 1e3:.2f} "
-                    f"p90={ordered[int(len(ordered) * 0.9)] * 1e3:.2f}{rate}",
+                    f"p90={ordered[int(len(ordered) * 0.9)] * 1e3:.2f}  "
+                    f"{ordered[0] * copying / num_bytes:.2f} x the time of one copy{rate}",
                     flush=True,
                 )
         finally:
@@ -193,8 +209,12 @@ def main() -> None:
     if arguments.decode:
         asyncio.run(run_decode(arguments.decode, arguments.transports, arguments.dtype))
         return
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    layout = IdleExecutor(arguments.dtype).layout
+    copying = copy_bytes_s(layout.num_blocks_for(arguments.tokens) * layout.block_bytes)
+    print(f"limit    one thread copies {copying / 1e9:.1f} GB/s")
     for transports in arguments.transports.split():
-        asyncio.run(measure(transports, arguments))
+        asyncio.run(measure(transports, arguments, copying))
 
 
 if __name__ == "__main__":
