@@ -365,7 +365,7 @@ async def test_unacknowledged_events_come_first_on_a_new_session() -> None:
         scheduler.ups["decode-0"].clear()
         scheduler.acknowledges = True
         await scheduler.hang_up("decode-0")
-        await scheduler.until(lambda: len(scheduler.hellos) == 3 and len(scheduler.ups["decode-0"]) >= 2)
+        await scheduler.until(lambda: len(scheduler.hellos) >= 3 and len(scheduler.ups["decode-0"]) >= 2)
         event, inventory = scheduler.ups["decode-0"][:2]
 
         assert event.event.key.request_id == "owed"
@@ -381,11 +381,11 @@ async def test_a_scheduler_of_an_older_epoch_is_refused() -> None:
         scheduler = pair.scheduler
         scheduler.next_epochs = [EPOCH - 1, EPOCH + 1]
         await scheduler.hang_up("decode-0")
-        await scheduler.until(lambda: len(scheduler.hellos) == 4)
+        await scheduler.until(lambda: len(scheduler.hellos) >= 4)
         await pair.ask(scripted_spec("r"))
         reserved = await scheduler.event("decode-0", key_of("r"), "reserved")
 
-        assert [hello.scheduler_epoch for hello in scheduler.hellos[2:]] == [EPOCH, EPOCH]
+        assert [hello.scheduler_epoch for hello in scheduler.hellos[2:4]] == [EPOCH, EPOCH]
         assert reserved.scheduler_epoch == EPOCH + 1
         assert b'firsttoken_refused_total{kind="old_epoch"} 1.0' in pair.decode.metrics.render()
 

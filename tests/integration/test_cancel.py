@@ -11,6 +11,7 @@ import pytest
 from tests.support.cancelling import (
     busy_prefill,
     live,
+    live_uncached,
     long_decode,
     outcomes,
     wait_blocks_free,
@@ -39,7 +40,7 @@ async def held_in(cluster: Cluster, state: str) -> AsyncGenerator[HttpStream]:
                 stream = await stack.enter_async_context(live(cluster, counting(3)))
                 await wait_for_state(cluster, "queued", before + 1)
             case "prefilling":
-                stream = await stack.enter_async_context(live(cluster, PREFILLING))
+                stream = await stack.enter_async_context(live_uncached(cluster, PREFILLING))
                 await wait_for_state(cluster, "prefilling")
             case "decoding":
                 stream = await stack.enter_async_context(live(cluster, long_decode(step_ms=50)))

@@ -11,7 +11,15 @@ from itertools import count
 import pytest
 
 from tests.support import leaks
-from tests.support.cancelling import busy_prefill, live, long_decode, outcomes, wait_for_state, wait_outcomes
+from tests.support.cancelling import (
+    busy_prefill,
+    live,
+    live_uncached,
+    long_decode,
+    outcomes,
+    wait_for_state,
+    wait_outcomes,
+)
 from tests.support.chat import CHAT_PATH, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.http_client import HttpStream, open_request
@@ -56,7 +64,7 @@ async def held_at(cluster: Cluster, stage: str, num: int) -> AsyncGenerator[tupl
         thaw: Thaw = lambda: None  # noqa: E731 - most stages stop nobody
 
         async def begin(script: Script) -> list[HttpStream]:
-            return [await stack.enter_async_context(live(cluster, script)) for _ in range(num)]
+            return [await stack.enter_async_context(live_uncached(cluster, script)) for _ in range(num)]
 
         match stage:
             case "queued":

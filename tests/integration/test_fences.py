@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from tests.support.audited import BACK_WITHIN_S, audited
-from tests.support.cancelling import blocks_in_use, live, outcomes, wait_for_state, wait_outcomes
+from tests.support.cancelling import blocks_in_use, live, live_uncached, outcomes, wait_for_state, wait_outcomes
 from tests.support.chat import ChatRecord, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan, Service
 from tests.support.polling import eventually
@@ -84,7 +84,7 @@ async def test_a_decode_worker_wakes_up_in_mid_answer(pairs: Cluster) -> None:
 async def test_a_worker_wakes_up_in_the_middle_of_a_copy(pairs: Cluster, role: str) -> None:
     """The prompt was computed and copied by others meanwhile; what the old pair still sends is in nobody's answer."""
     before = await outcomes(pairs)
-    async with live(pairs, COPYING) as stream:
+    async with live_uncached(pairs, COPYING) as stream:
         await wait_for_state(pairs, "prefilling")
         (victim,) = await holders(pairs, role)
         with frozen(victim.live_pid):
@@ -98,7 +98,7 @@ async def test_a_worker_wakes_up_in_the_middle_of_a_copy(pairs: Cluster, role: s
 
 async def test_blocks_of_a_copy_that_stands_still_are_nobody_elses(pairs: Cluster) -> None:
     """PDX-01: A is cancelled while its sender stands still in mid-copy; others fill the pool; then A's frames come."""
-    async with live(pairs, COPYING) as stream:
+    async with live_uncached(pairs, COPYING) as stream:
         await wait_for_state(pairs, "prefilling")
         (sender,) = await holders(pairs, "prefill")
         with frozen(sender.live_pid):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import uuid
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -122,11 +123,12 @@ async def crowd(
 
     All but the `unread` have a reader; `check` them when the readers are through.
     """
+    salt = uuid.uuid4().hex  # prompts that an earlier crowd has left in the prefix cache would not be computed
     async with AsyncExitStack() as stack:
         asked: list[Asked] = []
 
         async def ask_next(script: Script) -> None:
-            stream = await stack.enter_async_context(live(cluster, script, **USAGE))
+            stream = await stack.enter_async_context(live(cluster, script, cache_salt=salt, **USAGE))
             record = ChatRecord(request_id=stream.headers["x-firsttoken-request"])
             if len(asked) not in unread:
                 readers.create_task(collect(stream, record=record))

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from tests.support import leaks
-from tests.support.cancelling import live, long_decode, wait_for_state
+from tests.support.cancelling import live, live_uncached, long_decode, wait_for_state
 from tests.support.chat import CHAT_PATH, ChatRecord, ask, collect, stream_chat
 from tests.support.cluster import Cluster, ClusterPlan, Service
 from tests.support.http_client import HttpStream, exchange
@@ -79,7 +79,7 @@ async def test_decode_worker_killed(fragile: Cluster) -> None:
     async with AsyncExitStack() as stack:
         decoding = [await stack.enter_async_context(live(fragile, long_decode())) for _ in range(3)]
         records = [await collect(stream, until_deltas=2) for stream in decoding]
-        prefilling = await stack.enter_async_context(live(fragile, PREFILLING))
+        prefilling = await stack.enter_async_context(live_uncached(fragile, PREFILLING))
         await wait_for_state(fragile, "prefilling")
         old = await the(fragile, "decode")
         os.kill(old.live_pid, signal.SIGKILL)
@@ -98,7 +98,7 @@ async def test_decode_worker_killed(fragile: Cluster) -> None:
 async def test_prefill_worker_killed(fragile: Cluster) -> None:
     """PDX-04: half-way through a prompt: it begins anew at the next start; decoding is not touched."""
     going_on = counting(150, step_ms=20)
-    async with live(fragile, going_on) as decoding, live(fragile, PREFILLING) as prefilling:
+    async with live(fragile, going_on) as decoding, live_uncached(fragile, PREFILLING) as prefilling:
         record = await collect(decoding, until_deltas=2)
         await wait_for_state(fragile, "prefilling")
         old = await the(fragile, "prefill")

@@ -1,6 +1,7 @@
 """Requests held in a chosen state, the ways to cancel them, and the time until their blocks are free."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -31,6 +32,13 @@ async def live(cluster: Cluster, script: Script, **parameters: Any) -> AsyncGene
         yield stream
 
 
+@asynccontextmanager
+async def live_uncached(cluster: Cluster, script: Script, **parameters: Any) -> AsyncGenerator[HttpStream]:
+    """The same, with nothing of its prompt in the prefix cache, whoever asked the same before: it is computed in full."""
+    async with live(cluster, script, cache_salt=uuid.uuid4().hex, **parameters) as stream:
+        yield stream
+
+
 async def wait_for_state(cluster: Cluster, state: str, count: int = 1) -> None:
     """At least so many requests are in this state."""
     await eventually(
@@ -46,7 +54,7 @@ async def busy_prefill(cluster: Cluster) -> AsyncGenerator[None]:
     """The prefill pool has all the work that it is given ahead: what comes now stays queued."""
     filler = padded(["x"], num_prompt_tokens=TWO_BUDGETS + 100, prefill_ms=FILLER_PREFILL_MS)
     async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(live(cluster, filler)) for _ in range(3)]
+        streams = [await stack.enter_async_context(live_uncached(cluster, filler)) for _ in range(3)]
         await wait_for_state(cluster, "queued")
         yield
         for stream in streams:

@@ -348,7 +348,8 @@ async def worker_pair(
             prefill_config = PrefillConfig.model_validate(common)
             running.append(spawn(group, prefill.run_worker(pair.prefill, prefill_config, prefilling), name="prefill-0"))
         try:
-            await scheduler.until(lambda: len(scheduler.hellos) == len(running))
+            # By name: one whose session breaks at the start, on a busy machine, says hello again.
+            await scheduler.until(lambda: len({hello.worker_id for hello in scheduler.hellos}) == len(running))
             yield pair
         finally:
             pair.decode.stopping.set()

@@ -11,7 +11,6 @@ from tests.support.worker_pair import TOKEN, WorkerPair
 @asynccontextmanager
 async def worker_process(pair: WorkerPair, role: str, **settings: object) -> AsyncGenerator[asyncio.subprocess.Process]:
     """Connected to the pair's scheduler; killed at the end if it still runs, be it stopped."""
-    num_hellos = len(pair.scheduler.hellos) + 1
     all_settings: dict[str, object] = {
         "scripted": True,
         "port": 0,
@@ -36,7 +35,7 @@ async def worker_process(pair: WorkerPair, role: str, **settings: object) -> Asy
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        await pair.scheduler.until(lambda: len(pair.scheduler.hellos) == num_hellos)
+        await pair.scheduler.until(lambda: any(hello.pid == child.pid for hello in pair.scheduler.hellos))
         yield child
     finally:
         if child.returncode is None:
