@@ -4,4 +4,5 @@
 set -eu
 export DEBIAN_FRONTEND=noninteractive
 # At runlevel 1 no package starts a service: the tests start their own servers, on loopback and on their own ports.
+apt-get update --quiet
 RUNLEVEL=1 apt-get install --yes --quiet --no-install-recommends redis-server

@@ -9,7 +9,7 @@ from tests.support import chaos_run, chaos_schedule, chaos_verdict
 from tests.support.chaos_schedule import Schedule
 
 RUN_S = 240.0  # of a long run: long enough for faults to meet, short enough to be looked at
-SHORT_RUN_S = 50.0
+SHORT_RUN_S = 40.0
 SHORT_SEEDS = (1, 2)  # odd ones bring KV by shared memory, even ones by grpc
 MODEL_LOAD = 0.2  # two cores compute some 100 tokens a second
 # Set-up, the last answers, and the wait for what was killed last.
