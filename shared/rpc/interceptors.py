@@ -30,6 +30,8 @@ _OPEN_PREFIX = "/grpc.health.v1.Health/"  # probes hold no token
 # than what a server waits for cancelled handlers when it stops.
 _OWN_END_S = 0.5
 
+_CALL_IS_OVER = "execute_batch"  # in grpc's words where the client has gone, and its cancel is only on the way to us
+
 # grpc's own handler types are generic over messages that an interceptor does not look at.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -193,13 +195,20 @@ async def _abort(error: BaseException, method: str, context: Context) -> NoRetur
         # Nobody cancelled the call: the handler waited for something that was cancelled.
     elif isinstance(error, grpc.aio.AbortError) or not isinstance(error, Exception):
         raise error
+    if _is_of_grpc(error, _CALL_IS_OVER):  # the handler's own abort, or a write: nobody is left to be told
+        raise asyncio.CancelledError from error
     if _is_of_grpc(error, "Server already stopped"):
         raise error  # a handler that wrote while its server stopped: there is no call left to end
     told = _serving_error_in(error)
     if told is None:
         _log.error("handler failed", method=method, exc_info=error)
         told = ServingError(ErrorCode.INTERNAL, "internal error")
-    await context.abort(status_of(told), told.message, trailing_metadata_of(told))
+    try:
+        await context.abort(status_of(told), told.message, trailing_metadata_of(told))
+    except grpc.aio.BaseError as failed:
+        if not _is_of_grpc(failed, _CALL_IS_OVER):
+            raise
+        raise asyncio.CancelledError from failed
 
 
 def _is_of_grpc(error: BaseException, words: str = "") -> bool:

@@ -22,6 +22,7 @@ class FailingTransfer(kv_pb2_grpc.KvTransferServicer):
 
     def __init__(self) -> None:
         self.fail: Callable[[], Any] | None = None
+        self.context: Any = None  # of the last Push
         self.has_started = asyncio.Event()
         self.has_ended = asyncio.Event()
 
@@ -36,6 +37,7 @@ class FailingTransfer(kv_pb2_grpc.KvTransferServicer):
     async def Push(
         self, request_iterator: AsyncIterator[kv_pb2.PushUp], context: Any
     ) -> AsyncGenerator[kv_pb2.PushDown]:
+        self.context = context
         self.has_started.set()
         try:
             async for up in request_iterator:
@@ -170,6 +172,23 @@ async def test_cancelled_call_runs_the_cleanup_and_logs_nothing(link: Link, is_a
             await link.servicer.has_ended.wait()
 
     assert [] == logs
+
+
+async def test_a_refusal_of_a_call_that_is_over_is_no_error(link: Link, caplog: pytest.LogCaptureFixture) -> None:
+    """Its client went while the handler was about to refuse it: nobody is left to be told, and nothing is wrong."""
+    servicer = link.servicer
+    servicer.fail = lambda: servicer.context.abort(grpc.StatusCode.UNAVAILABLE, "not the active scheduler")
+    with capture_logs() as logs:
+        call = link.stub.Push()
+        await servicer.has_started.wait()
+        call.cancel()
+        async with asyncio.timeout(30):
+            await servicer.has_ended.wait()
+        servicer.fail = None
+        assert await link.first_token() is None  # a call later whatever there was to log is logged
+
+    assert [] == [entry for entry in logs if entry["log_level"] == "error"]
+    assert [] == [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "right "])
