@@ -23,7 +23,7 @@ from tests.support.model_line import BLOCK_SIZE, CHUNK, ModelLine
 from tests.support.own_run import answer_alone
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, write_hf
 
-pytestmark = pytest.mark.timeout(300)  # the first run on a machine compiles the kernels
+pytestmark = pytest.mark.timeout(900)  # the first run on a machine compiles the kernels
 
 LENGTHS = (*range(1, 3 * BLOCK_SIZE + 2), 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1, 3 * CHUNK + 1)
 NUM_BLOCKS = 160  # fewer than 24 of the longest need: some wait for others' ends
