@@ -49,7 +49,7 @@ def make_process() -> Process:
 
 async def get(process: Process, path: str, method: str = "GET") -> httpx.Response:
     """One request to the admin server."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=30.0) as client:
         return await client.request(method, process.admin_url + path)
 
 
