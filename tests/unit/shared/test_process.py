@@ -165,7 +165,7 @@ async def test_what_is_left_behind_does_not_hold_the_exit() -> None:
     with start_service(drain_timeout_s="99") as child:
         await asyncio.to_thread(first_line, child)
         child.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(child.communicate, timeout=60)
+        await asyncio.to_thread(child.communicate, timeout=90)
 
     assert 0 == child.returncode
 
