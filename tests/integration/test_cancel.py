@@ -46,8 +46,8 @@ async def held_in(cluster: Cluster, state: str) -> AsyncGenerator[HttpStream]:
                 stream = await stack.enter_async_context(live(cluster, long_decode(step_ms=50)))
                 await collect(stream, until_deltas=3)
             case _:  # the last step: the end token is being computed
-                stream = await stack.enter_async_context(live(cluster, counting(4, step_ms=500)))
-                await collect(stream, until_deltas=4)
+                stream = await stack.enter_async_context(live(cluster, counting(2, step_ms=2_000)))
+                await collect(stream, until_deltas=2)
         yield stream
 
 

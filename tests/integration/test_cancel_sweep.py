@@ -106,7 +106,7 @@ async def held_at(cluster: Cluster, stage: str, num: int) -> AsyncGenerator[tupl
                     cluster.status, lambda s: s.sequences.get("parked") == num, within_s=60.0, what="all are parked"
                 )
             case _:  # each is cancelled by itself when its end token is being computed
-                streams = await begin(counting(2, step_ms=500))
+                streams = await begin(counting(2, step_ms=2_000))
         yield streams, thaw
 
 

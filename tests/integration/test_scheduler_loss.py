@@ -22,7 +22,7 @@ from tests.support.polling import eventually
 from tests.support.script import Script, counting, padded
 
 # Until its lease has run out (3 s), the new process has started, workers and gateways have dialled; and a busy machine.
-BACK_WITHIN_S = 60.0
+BACK_WITHIN_S = 120.0
 ANSWER_WITHIN_S = 180.0
 STOP_WITHIN_S = 60.0
 # What the end of a scheduler may add to the time between two tokens of a running answer. Nothing of an answer waits for
