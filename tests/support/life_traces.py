@@ -173,6 +173,8 @@ def _reported(places: set[Place], observed: Observed) -> set[Place]:
             found.add(place)  # fenced: nothing changes
         elif observed.attempt == place.attempt:
             found |= _step(place, event)
+            if event is events.ReserveRefused:  # nothing is held: the word may die with its scheduler, and the next
+                found.add(place)  # one places the same attempt again
     return found
 
 

@@ -23,6 +23,13 @@ LIVES = {
     "plain": PLAIN,
     "overtaken by the commit": ("Queued", "reserved/1", "kv_committed/1", "prefill_done/1", "sequence_done/1"),
     "refused and placed again": ("Queued", "reserve_refused/1", "reserved/2", "prefill_done/2", "kv_committed/2"),
+    "refused, and again by the next scheduler": (
+        "Queued",
+        "reserve_refused/1",
+        "reserved/1",
+        "Placed/1",
+        "kv_committed/1",
+    ),
     "preempted": ("reserved/1", "kv_committed/1", "preempted/1", "Requeued/1", "reserved/2", "Placed/2", "Queued"),
     "lost, then late words of the old attempt": ("reserved/1", "reserved/2", "kv_committed/1", "kv_committed/2"),
     "cancelled and done at the same time": ("reserved/1", "kv_committed/1", "Outcome:cancelled", "sequence_done/1"),
