@@ -57,7 +57,9 @@ async def test_one_end_for_each_request_and_nothing_lost_wrong_or_leaked(
             problems, figures = chaos_verdict.judge(done)
             if problems:
                 shutil.copytree(done.log_folder, tmp_path / "logs")
-        assert not problems, "\n".join([again(schedule), f"logs and transcripts: {tmp_path}", *problems])
+        assert not problems, "\n".join(
+            [again(schedule, with_model=with_model), f"logs and transcripts: {tmp_path}", *problems]
+        )
     chaos_verdict.show(schedule, figures)
 
 
@@ -67,6 +69,7 @@ def with_model(request: pytest.FixtureRequest) -> bool:
     return is_model(request.config)
 
 
-def again(schedule: Schedule) -> str:
+def again(schedule: Schedule, *, with_model: bool) -> str:
     """How to ask for the same run."""
-    return f"make chaos SEED={schedule.seed} MINUTES={schedule.duration_s / 60.0:.2f}"
+    asked = f"make chaos SEED={schedule.seed} MINUTES={schedule.duration_s / 60.0:.2f}"
+    return f"{asked} CHAOS_ARGS=--chaos-model" if with_model else asked
