@@ -17,7 +17,7 @@ async def test_the_thread_is_gone_afterwards() -> None:
         return number * factor
 
     assert 42 == await in_passing_thread(work, 6, factor=7)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # a thread of another test may end meanwhile
     assert not seen[0].is_alive()
 
 
@@ -30,4 +30,4 @@ async def test_what_it_raises_is_raised() -> None:
 
     with pytest.raises(KeyError, match="no such model"):
         await in_passing_thread(fail)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # a thread of another test may end meanwhile

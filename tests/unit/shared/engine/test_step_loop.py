@@ -157,14 +157,14 @@ async def test_stop_interrupts_a_step_and_delivers_nothing_more() -> None:
 async def test_stop_gives_up_on_a_stuck_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread is a daemon: it cannot hold the exit of the process."""
     monkeypatch.setattr(step_loop, "MAX_STOP_S", 0.01)
-    harness = _Harness()
+    harness, before = _Harness(), set(threading.enumerate())
     harness.runner.gate.clear()
     monkeypatch.setattr(harness.runner, "interrupt", lambda: None)
     harness.loop.start()
     harness.loop.submit(1)
     await _in_step(harness)
     await harness.loop.stop()
-    engine_threads = [thread for thread in threading.enumerate() if thread.name == "engine"]
+    engine_threads = [thread for thread in threading.enumerate() if thread.name == "engine" and thread not in before]
     harness.runner.gate.set()
 
     assert [True] == [thread.daemon for thread in engine_threads]
