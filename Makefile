@@ -18,7 +18,7 @@ PYTEST := $(PY) -m pytest -q
 RUN_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-packages check static tests fmt fmt-check lint types imports shape proto proto-check docs \
+.PHONY: help setup run test test-packages check fmt fmt-check lint types imports shape proto proto-check docs \
 	unit property scenario contract integration chaos gpu bench bench-engine bench-numerics bench-steady bench-transfer bench-life sweep clean
 
 help:  ## Show this list

@@ -94,9 +94,8 @@ class Grower:
 
     def _share_out(self) -> None:
         """The oldest are served, and victims leave until what comes back is enough."""
-        self._is_short = self._awaits_fresh = (
-            False  # so that a victim whose blocks are back at once does not lead here again
-        )
+        # Before anyone leaves: a victim whose blocks are back at once does not lead here again.
+        self._is_short = self._awaits_fresh = False
         now = self._clock.monotonic()
         while True:
             held = [self._rows[key] for key in self._reservations.holders()]

@@ -89,9 +89,9 @@ def share_out(claims: Iterable[Claim], *, num_available: int, num_returning: int
     by_age = sorted(claims, key=_age)
     grants: list[tuple[RequestKey, int]] = []
     victims: dict[RequestKey, None] = {}
-    kept = [claim for claim in by_age if claim.is_fresh and not claim.is_parked and claim.num_wanted == 0]
+    kept = [claim for claim in by_age if _is_kept(claim)]
     # Stable: the youngest of the parked comes last.
-    candidates = sorted((claim for claim in by_age if claim not in kept), key=lambda claim: claim.is_parked)
+    candidates = sorted((claim for claim in by_age if not _is_kept(claim)), key=lambda claim: claim.is_parked)
     is_short = awaits_fresh = False
     for claim in by_age:
         if claim.num_wanted == 0 or claim.key in victims:
@@ -111,6 +111,10 @@ def share_out(claims: Iterable[Claim], *, num_available: int, num_returning: int
             num_missing -= victim.num_blocks
         num_available, num_returning = 0, max(-num_missing, 0)  # what is left of it serves the next one
     return Shares(grants=tuple(grants), victims=tuple(victims), is_short=is_short, awaits_fresh=awaits_fresh)
+
+
+def _is_kept(claim: Claim) -> bool:
+    return claim.is_fresh and not claim.is_parked and claim.num_wanted == 0
 
 
 def _age(claim: Claim) -> tuple[RequestId, Attempt]:

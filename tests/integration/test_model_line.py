@@ -22,6 +22,7 @@ from shared.model.prepared import PreparedModel
 from tests.support.model_line import BLOCK_SIZE, CHUNK, ModelLine
 from tests.support.own_run import answer_alone
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, write_hf
+from tests.support.torch_threads import one_torch_thread
 
 pytestmark = pytest.mark.timeout(900)  # the first run on a machine compiles the kernels
 
@@ -60,10 +61,8 @@ def _specs() -> list[RequestSpec]:
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Generator[None]:
     """Matrices this small only lose by being shared out, and threads that spin lose most on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    with one_torch_thread():
+        yield
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))

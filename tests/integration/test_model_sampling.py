@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Generator
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 from gateway.intake import child_seed
@@ -13,6 +12,7 @@ from tests.support import leaks
 from tests.support.chat import ChatRecord, ask, stream_chat
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.reference import Reference, default_model_dir, reference_logprobs
+from tests.support.torch_threads import one_torch_thread
 
 MODEL = "SmolLM2-135M-Instruct"
 FOX = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -23,10 +23,8 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Generator[None]:
     """Of transformers, beside a running system: two that spin are many times slower."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    with one_torch_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from tests.support.reference import Reference
 
 MAX_TOKENS = 24
@@ -93,10 +91,4 @@ def border_questions() -> list[Question]:
 def expected_answers(asked: list[Question]) -> list[tuple[str, int]]:
     """Text and number of tokens (the end token is one) of each greedy answer."""
     reference = Reference.shared()
-    # Beside a running system two spinning threads are many times slower than one.
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return [reference.greedy(question.messages, MAX_TOKENS) for question in asked]
-    finally:
-        torch.set_num_threads(num_threads)
+    return [reference.greedy(question.messages, MAX_TOKENS) for question in asked]

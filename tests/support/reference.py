@@ -1,7 +1,6 @@
 """What `transformers` itself answers with the weights of a prepared folder: greedy `generate` in float32."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +15,7 @@ from shared.model.prepare import prepare
 from shared.model.prepared import PreparedModel
 from shared.text.chat import ChatMessage, ChatTokenizer
 from tests.support.greedy import greedy_answers
+from tests.support.torch_threads import one_torch_thread
 
 
 @cache
@@ -38,20 +38,9 @@ def reference_answers(
 def reference_logprobs(model_dir: Path, prompt: Sequence[TokenId], max_tokens: int, num_top: int) -> list[list[float]]:
     """Log probabilities of the likeliest tokens at each place of the greedy answer, likeliest first."""
     answer = _answer(model_dir, tuple(prompt), max_tokens, 1.0)
-    with torch.inference_mode(), _one_thread():
+    with torch.inference_mode(), one_torch_thread():
         logits = _model(model_dir)(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
     return cast("Any", torch.log_softmax(logits.double(), dim=-1).topk(num_top).values).tolist()
-
-
-@contextmanager
-def _one_thread() -> Generator[None]:
-    """Two threads wait for each other in every product, minutes in all where a core is busy with something else."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @cache
@@ -68,7 +57,7 @@ def _guessing_model(model_dir: Path) -> CpuModel:
 def _guessed(model_dir: Path, prompt: tuple[TokenId, ...], max_tokens: int) -> tuple[TokenId, ...] | None:
     """Our greedy answer, where it is transformers' too."""
     (guess,) = greedy_answers(_guessing_model(model_dir), [prompt], max_tokens)
-    with torch.inference_mode(), _one_thread():
+    with torch.inference_mode(), one_torch_thread():
         logits = _model(model_dir)(torch.tensor([[*prompt, *guess[:-1]]])).logits[0, len(prompt) - 1 :]
     taken = cast("list[int]", logits.argmax(dim=-1).tolist())
     eos_ids = PreparedModel.load(model_dir).eos_ids
@@ -83,7 +72,7 @@ def _answer(
     if repetition_penalty == 1.0 and (guessed := _guessed(model_dir, prompt, max_tokens)) is not None:
         return guessed
     ids = torch.tensor([prompt])
-    with torch.inference_mode(), _one_thread():
+    with torch.inference_mode(), one_torch_thread():
         output = _model(model_dir).generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -13,6 +13,7 @@ from shared.kv.frame_plan import LayersDone
 from shared.kv.frames import FrameRange, RejectCode
 from shared.transfer import staging
 from tests.support import sender_bench
+from tests.support.breaking_group import BreakingGroup
 from tests.support.sender_bench import LAYOUT, Bench, bench
 
 
@@ -240,25 +241,10 @@ async def test_a_stopped_job_sends_nothing_more_and_says_nothing() -> None:
 
 async def test_senders_that_are_ended_while_a_stream_breaks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task group keeps a cancel to itself while it fails: nothing is opened after it, though the job is not over."""
-    is_breaking, may_end = asyncio.Event(), asyncio.Event()
-    num_tries = 0
-
-    async def end_late() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            is_breaking.set()
-            await may_end.wait()
-
-    async def break_stream() -> None:
-        raise asyncio.InvalidStateError
+    breaking = BreakingGroup()
 
     async def push(_: object) -> None:
-        nonlocal num_tries
-        num_tries += 1
-        async with asyncio.TaskGroup() as group:
-            spawn(group, end_late(), name="reader")
-            spawn(group, break_stream(), name="writer")
+        await breaking.run()
 
     async def send(b: Bench) -> None:
         async with asyncio.TaskGroup() as group:
@@ -269,14 +255,14 @@ async def test_senders_that_are_ended_while_a_stream_breaks_have_ended(monkeypat
     monkeypatch.setattr(sender._Transfer, "_push", push)  # pyright: ignore[reportPrivateUsage]
     async with asyncio.timeout(30), bench() as b, asyncio.TaskGroup() as group:
         sending = spawn(group, send(b), name="senders")
-        await is_breaking.wait()
+        await breaking.is_breaking.wait()
         sending.cancel()
         for _ in range(10):  # until it has reached the group that breaks
             await asyncio.sleep(0)
-        may_end.set()
+        breaking.may_end.set()
         await asyncio.wait({sending})
 
-        assert (1, []) == (num_tries, b.table.ends)
+        assert (1, []) == (breaking.num_tries, b.table.ends)
 
 
 async def test_keep_alives_hold_the_reservation_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

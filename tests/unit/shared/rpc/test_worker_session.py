@@ -21,6 +21,7 @@ from shared.rpc.channels import ChannelPool
 from shared.rpc.server import serve
 from shared.rpc.worker_session import WorkerIdentity, WorkerSession
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from tests.support.breaking_group import BreakingGroup
 
 _Context: TypeAlias = "aio.ServicerContext[scheduler_pb2.SessionUp, scheduler_pb2.SessionDown]"
 Down = scheduler_pb2.SessionDown
@@ -251,29 +252,16 @@ async def test_a_scheduler_that_cannot_be_found_is_looked_for_again() -> None:
 
 async def test_a_session_that_is_ended_while_its_stream_breaks_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task group keeps a cancel to itself while it fails: nothing is dialled after it all the same."""
-    is_breaking, may_end = asyncio.Event(), asyncio.Event()
-    num_tries = 0
-
-    async def end_late() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            is_breaking.set()
-            await may_end.wait()
-
-    async def break_stream() -> None:
-        raise asyncio.InvalidStateError
+    breaking = BreakingGroup()
 
     async def hold_one(_: WorkerSession) -> None:
-        nonlocal num_tries
-        num_tries += 1
-        async with asyncio.TaskGroup() as group:
-            spawn(group, end_late(), name="reader")
-            spawn(group, break_stream(), name="writer")
+        await breaking.run()
 
     monkeypatch.setattr(WorkerSession, "_hold_one", hold_one)
     async with asyncio.timeout(30):
         async with bench():
-            await is_breaking.wait()
-            asyncio.get_running_loop().call_soon(may_end.set)  # right after the cancel at the end of this block
-    assert 1 == num_tries
+            await breaking.is_breaking.wait()
+            asyncio.get_running_loop().call_soon(
+                breaking.may_end.set
+            )  # right after the cancel at the end of this block
+    assert 1 == breaking.num_tries
