@@ -17,8 +17,9 @@ from shared.state.locate import SchedulerLocator
 from shared.state.stream_log import StreamLog
 from shared.text.chat import ChatTokenizer
 
-# What has connected before may still ask: its request is on the way, and would be lost by a refusal.
-_LAST_REQUESTS_S = 0.25
+# Who has connected before the end may still ask, and is answered: its request is on the way. Longer than a busy client
+# needs for that; a connection that is only kept in reserve holds the drain up as long.
+_LAST_REQUESTS_S = 5.0
 
 
 async def main(process: Process, config: GatewayConfig) -> None:
@@ -65,10 +66,10 @@ async def _serve(process: Process, config: GatewayConfig, gateway: Gateway, stat
         process.log.info("serving", address=f"http://{literal}:{port}")
         await process.stopping.wait()
         process.readiness.set(False, "draining")
-        server.stop_listening()  # a client that is refused at once goes to another gateway at once
-        await asyncio.sleep(_LAST_REQUESTS_S)
-        server.close_idle()
-        await gateway.sessions.drain(config.drain_timeout_s)
+        ends_at = process.clock.monotonic() + config.drain_timeout_s
+        # A client that is refused goes to another gateway.
+        await server.end_connections(sock, min(_LAST_REQUESTS_S, config.drain_timeout_s))
+        await gateway.sessions.drain(ends_at - process.clock.monotonic())
         server.should_exit = True
 
 

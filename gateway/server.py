@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from gateway.answer import CONNECTION_EXTENSION
 from gateway.errors import error_body
+from gateway.listener import stop_taking_connections
 from shared.domain.errors import ErrorCode, ServingError
 
 # A delta's event has about 250 bytes: dozens of tokens may be on their way, so the socket never waits for data.
@@ -56,6 +57,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     _request_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0  # read and neither of a body nor of a complete request
+    _is_last = False  # no request is taken behind the next answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         sock = cast("socket.socket | None", transport.get_extra_info("socket"))
@@ -108,6 +110,9 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if not self._is_upgrade_offered():
             super().on_headers_complete()
+            cycle = self._open_cycle()
+            if self._is_last and cycle is not None:
+                cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
@@ -119,6 +124,21 @@ class GatewayProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._stop_request_timer()
         super().on_message_complete()
+
+    def is_awaited(self) -> bool:
+        """A request is on its way: the connection is new, or has brought the beginning of one."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is None or self._num_head_bytes > 0 or (cycle.more_body and not cycle.response_complete)
+
+    def set_last(self) -> None:
+        """The next answer says that it is the last one."""
+        self._is_last = True
+
+    def end(self) -> None:
+        """Closes it behind the answer to the request that runs or is on its way; at once where there is none."""
+        self.set_last()
+        if self._open_cycle() is not None or not self.is_awaited():
+            self.shutdown()
 
     def _is_upgrade_offered(self) -> bool:
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
@@ -168,15 +188,26 @@ class GatewayServer(uvicorn.Server):
             )
         )
 
-    def stop_listening(self) -> None:
-        """New connections are refused from now on; those that are open stay so."""
+    async def end_connections(self, sock: socket.socket, within_s: float) -> None:
+        """No new ones on `sock`, and each that is there ends behind its present answer, at once where there is none.
+
+        Returns when all requests that are on their way have come, at the latest after `within_s`. What no server can
+        promise: a client that sends its next request on a kept connection in the moment in which that is closed.
+        """
+        for connection in self._connections():
+            connection.set_last()
+        await stop_taking_connections(sock)
         for listener in self.servers:
             listener.close()
+        for connection in self._connections():
+            connection.end()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while any(connection.is_awaited() for connection in self._connections()):  # noqa: ASYNC110 - once a life
+                    await asyncio.sleep(0.01)
 
-    def close_idle(self) -> None:
-        """Ends the connections on which nothing is under way, and the others with the answer that is."""
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
+    def _connections(self) -> list[GatewayProtocol]:
+        return [each for each in self.server_state.connections if isinstance(each, GatewayProtocol)]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

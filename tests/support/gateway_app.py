@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ class RunningGateway:
     server: GatewayServer
     backend: FakeBackend
     metrics: Metrics
+    listener: socket.socket
     port: int
 
 
@@ -66,7 +68,12 @@ async def running_gateway(
                     task = group.create_task(server.serve(sockets=[sock]))
                     try:
                         yield RunningGateway(
-                            gateway=gateway, server=server, backend=backend, metrics=metrics, port=port
+                            gateway=gateway,
+                            server=server,
+                            backend=backend,
+                            metrics=metrics,
+                            listener=sock,
+                            port=port,
                         )
                     finally:
                         # Not by its own shutdown, which looks around ten times a second.

@@ -171,23 +171,51 @@ async def test_a_request_that_does_not_end_closes_its_connection(monkeypatch: py
     assert 200 == answer.status
 
 
-async def test_a_server_that_stops_listening_still_serves_who_has_connected() -> None:
-    """A new connection is refused; one that is open may still ask, and is closed when it has its answer."""
-    async with running_gateway() as running:
-        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+async def connected(running: RunningGateway) -> HttpStream:
+    """A connection that the gateway has accepted."""
+    num_before = len(running.server.server_state.connections)
+    stream = HttpStream(*await asyncio.open_connection("127.0.0.1", running.port))
+    async with asyncio.timeout(30):
+        while len(running.server.server_state.connections) == num_before:
+            await asyncio.sleep(0)
+    return stream
+
+
+MODELS = b"GET /v1/models HTTP/1.1\r\nHost: h\r\n\r\n"
+
+
+@pytest.mark.parametrize("begun", [b"", MODELS[:20]])
+async def test_who_has_connected_before_the_end_is_still_served(begun: bytes) -> None:
+    """However late the request comes; its answer says that it is the last. A new connection is refused."""
+    async with running_gateway() as running, asyncio.TaskGroup() as group:
+        stream = await connected(running)
+        await stream.send(begun)
+        ending = group.create_task(running.server.end_connections(running.listener, 30.0))
         async with asyncio.timeout(30):
-            while not running.server.server_state.connections:
-                await asyncio.sleep(0)
-        running.server.stop_listening()
+            while running.server.servers[0].is_serving():
+                await asyncio.sleep(0.01)
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", running.port)
-        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: h\r\n\r\n")
-        head = await reader.readuntil(b"\r\n")
-        running.server.close_idle()
-        async with asyncio.timeout(30):
-            await reader.read()  # to its end
-        writer.close()
-    assert head.startswith(b"HTTP/1.1 200")
+        assert not ending.done()
+        await stream.send(MODELS[len(begun) :])
+        answer = await read_answer(stream)
+        assert await stream.is_at_end()
+        await stream.close()
+    assert (200, "close") == (answer.status, answer.headers["connection"])
+
+
+async def test_nobody_waits_for_connections_that_are_kept() -> None:
+    """One that had its answer ends at once, one that never asks after the time for that."""
+    async with running_gateway() as running:
+        kept, silent = await connected(running), await connected(running)
+        await kept.send(MODELS)
+        assert 200 == (await read_answer(kept)).status
+        await running.server.end_connections(running.listener, 0.1)
+        assert await kept.is_at_end()
+        running.server.server_state.connections.copy().pop().shutdown()  # what the end of the server does
+        assert await silent.is_at_end()
+        for stream in (kept, silent):
+            await stream.close()
 
 
 async def test_an_answer_under_way_is_not_closed_with_the_idle_connections() -> None:
@@ -198,7 +226,7 @@ async def test_an_answer_under_way_is_not_closed_with_the_idle_connections() -> 
         body = {**script.body(), "stream": True}
         async with open_request(running.port, "POST", CHAT_PATH, headers={"Connection": None}, body=body) as stream:
             record = await collect(stream, until_deltas=2)
-            running.server.close_idle()
+            await running.server.end_connections(running.listener, 30.0)
             running.backend.let_out(None)
             await collect(stream, record=record)
             assert await stream.is_at_end()
