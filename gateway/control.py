@@ -31,7 +31,8 @@ class ControlLine:
 
     `last_closed` tells the last attempt of which nothing more is taken: a scheduler that was not there must know.
 
-    `session` is the number of this reader of a resumable answer, 0 for a plain one; at `deadline` its time is over.
+    `session` is the number of this reader of a resumable answer, 0 for a plain one; `key_hash` says whose request it
+    is; at `deadline` its time is over.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ControlLine:
         progress: Callable[[], tuple[int, int]],
         last_closed: Callable[[], int] = lambda: 0,
         session: int = 0,
+        key_hash: str = "",
         deadline: float | None = None,
         on_queued: Callable[[Queued], None],
         on_placed: Callable[[Placed], None],
@@ -52,6 +54,7 @@ class ControlLine:
         self._progress = progress
         self._last_closed = last_closed
         self._session = session
+        self._key_hash = key_hash
         self._deadline = deadline
         self._on_queued = on_queued
         self._on_placed = on_placed
@@ -117,6 +120,7 @@ class ControlLine:
                     tokens_held=tokens_held,
                     last_attempt_closed=self._last_closed(),
                     session=self._session,
+                    key_hash=self._key_hash,
                     timeout_ms=timeout_to_wire(self._deadline, self._clock.monotonic()),
                 )
                 async with contextlib.AsyncExitStack() as stack:

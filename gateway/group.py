@@ -38,6 +38,8 @@ class SessionGroup:
         identity: Identity,
         journal: Journal,
         child_journal: Callable[[Identity], Journal],
+        *,
+        key_hash: str = "",
     ) -> None:
         """`intake` has children; `child_journal` makes the journal of one."""
         self._services = services
@@ -49,7 +51,7 @@ class SessionGroup:
         self.link = ClientLink(on_taken=self._on_taken, on_gone=self._on_gone, on_stalled=self._on_stalled)
         identities = [identity.child(choice) for choice in range(len(intake.children))]
         self._children = [
-            Session(services, question, child, child_journal(child))
+            Session(services, question, child, child_journal(child), key_hash=key_hash)
             for question, child in zip(intake.children, identities, strict=True)
         ]
         self._bodies: list[bytes] = [b""] * len(self._children)  # of whole answers

@@ -137,16 +137,16 @@ class Routes:
         self, intake: Intake, request: Request, journal: Journal, leave: Leave
     ) -> tuple[Session | SessionGroup, Leave]:
         """With what gives back its places. Raises OVERLOADED where there is no place for each of several answers."""
-        services, identity = self._services, self._identity(request)
+        services, identity, asked_by = self._services, self._identity(request), key_hash(request.headers)
         if not intake.children:
-            return Session(services, intake, identity, journal, key_hash=key_hash(request.headers)), leave
+            return Session(services, intake, identity, journal, key_hash=asked_by), leave
 
         def child_journal(child: Identity) -> Journal:
             made = Journal(services.clock, services.metrics, child, journal.route)
             made.num_prompt_tokens = journal.num_prompt_tokens
             return made
 
-        session = SessionGroup(services, intake, identity, journal, child_journal)
+        session = SessionGroup(services, intake, identity, journal, child_journal, key_hash=asked_by)
         leave_more = self._sessions.enter(len(intake.children) - 1)
 
         def leave_all() -> None:
@@ -168,9 +168,8 @@ class Routes:
 
     async def cancel(self, request: Request, request_id: str) -> Response:
         """DELETE /v1/requests/{id}: 200 when all is released, 202 when some of it is still owed."""
-        bare_id = parse_request_id(request_id)
-        await self._streams.require_own(bare_id, request.headers)
-        answer = await self._services.canceller.cancel_answers(bare_id, CancelReason.DELETE)
+        bare_id, asked_by = parse_request_id(request_id), key_hash(request.headers)
+        answer = await self._services.canceller.cancel_answers(bare_id, asked_by, CancelReason.DELETE)
         body = {
             "id": COMPLETION_PREFIX + bare_id,
             "object": "request.cancellation",

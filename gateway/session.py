@@ -72,11 +72,12 @@ class Session:
         key_hash: str = "",
         resumption: Resumption | None = None,
     ) -> None:
-        """`key_hash`: who may resume a resumable answer."""
+        """`key_hash`: who may cancel it by its id, and resume a resumable answer."""
         self._services = services
         self._intake = intake
         self.deadline = intake.deadline
         self._journal = journal
+        self._key_hash = key_hash
         self._id = self.request_id = identity.request_id
         self._resumption = resumption
         logged = None if resumption is None else resumption.logged
@@ -107,6 +108,7 @@ class Session:
             progress=self._progress,
             last_closed=lambda: self._attempts.last_closed,
             session=self._session_number,
+            key_hash=key_hash,
             deadline=intake.deadline,
             on_queued=self._on_queued,
             on_placed=self._on_placed,
@@ -287,7 +289,7 @@ class Session:
                 await self._ending.has_outcome.wait()
         except TimeoutError:
             if self._ending.cancel_reason is not None:
-                await self._services.canceller.leave_mark(self._id, self._ending.cancel_reason)
+                await self._services.canceller.leave_mark(self._id, self._key_hash, self._ending.cancel_reason)
 
     # ---- the answer
 

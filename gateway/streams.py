@@ -13,7 +13,6 @@ from gateway.session import Session
 from gateway.sessions import Sessions
 from gateway.timeouts import deadline_from_unix_ms
 from shared.domain.errors import ErrorCode, ServingError
-from shared.domain.ids import RequestId
 from shared.obs.logs import get_logger
 from shared.state.client import state_unavailable
 
@@ -70,22 +69,6 @@ class Streams:
             resumption=resumption,
             outcome=logged.outcome,
         )
-
-    async def require_own(self, request_id: RequestId, headers: Mapping[str, str]) -> None:
-        """Raises REQUEST_NOT_FOUND for an answer that somebody else may resume.
-
-        Without Redis there is no telling, and a cancel must not wait for it.
-        """
-        if self._services.logs is None:
-            return
-        try:
-            is_of_another = await self._services.logs.is_of_another(request_id, key_hash(headers))
-        except ServingError as error:
-            if error.code is not ErrorCode.STATE_UNAVAILABLE:
-                raise
-            return
-        if is_of_another:
-            raise unknown_request()
 
 
 def wanted_from(headers: Mapping[str, str], query: Mapping[str, str]) -> int:

@@ -117,7 +117,7 @@ class Adoption:
         )
         self._front -= 1
         entry = self._add(adopted, self._front, None, now).entry
-        entry.deadline = start.deadline
+        entry.deadline, entry.key_hash = start.deadline, start.key_hash
         self.gateway_back(entry, start, now)
         self._lives.emit(PersistRecord(stored=self._lives.ledger.stored(entry), step=WriteStep.ADMITTED))
         for worker, told in orphans:
@@ -234,7 +234,8 @@ class Adoption:
             awaited_until=now + ORDER_WAIT_S,
         )
         entry = self._lives.adopt(adopted, waiter, now)
-        entry.session = 0 if stored is None else stored.session
+        if stored is not None:
+            entry.session, entry.key_hash = stored.session, stored.key_hash
         adoptee = _Adoptee(
             entry=entry,
             attempt=adopted.attempt,

@@ -125,6 +125,11 @@ class SchedulerCore:
         out, self._out = tuple(self._out), []
         return out
 
+    def key_hash_of(self, request_id: RequestId) -> str | None:
+        """Whose request it is; None where there is none with exactly this id, live or ended a while ago."""
+        found = self.ledger.get(request_id) or self.lobby.get(request_id)
+        return None if found is None else found.key_hash
+
     def _emit(self, effect: CoreEffect) -> None:
         self._out.append(effect)
 
@@ -160,6 +165,7 @@ class SchedulerCore:
                 self._lives.refuse(event.stream, ServingError(ErrorCode.SUPERSEDED, "a newer reader took over"))
                 return
             entry.session = event.session
+            entry.key_hash = entry.key_hash or event.key_hash
             if entry.deadline is None:  # of an earlier scheduler's
                 entry.deadline = event.deadline
             self._adoption.gateway_back(entry, event, now)

@@ -84,9 +84,9 @@ class RecordStore(Protocol):
 class CancelMarks(Protocol):
     """What the driver needs of `shared.state.cancellation`. Methods raise ServingError."""
 
-    async def read(self, request_id: RequestId) -> CancelReason | None: ...
+    async def read(self, request_id: RequestId, key_hash: str) -> CancelReason | None: ...
 
-    async def clear(self, request_id: RequestId) -> None: ...
+    async def clear(self, request_id: RequestId, key_hash: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -349,14 +349,14 @@ class Driver:
 
     async def _look_at_mark(self, effect: PersistRecord) -> None:
         """A cancel may have been marked before the request was known here; the mark goes with its request."""
-        request_id = effect.stored.request_id
+        request_id, key_hash = effect.stored.request_id, effect.stored.key_hash
         with contextlib.suppress(ServingError):  # away again: the watch reads every mark when Redis is back
             if effect.step is WriteStep.ADMITTED:
-                reason = await self._marks.read(request_id)
+                reason = await self._marks.read(request_id, key_hash)
                 if reason is not None:
                     self.step(CancelAsked(request_id=request_id, reason=reason))
             elif effect.step is WriteStep.OUTCOME and effect.stored.state is RequestState.CANCELLED:
-                await self._marks.clear(request_id)
+                await self._marks.clear(request_id, key_hash)
 
     async def _rewrite_all(self) -> None:
         async for effect in self._rewrites:

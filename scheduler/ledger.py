@@ -25,6 +25,8 @@ class Entry:
     """When the client's time is over; None = not known, or never."""
     session: int = 0
     """Highest that a gateway has named; above 0 the answer can be resumed, so its gateway is waited for longer."""
+    key_hash: str = ""
+    """Of the client's key: who may cancel it by its id."""
     is_written: bool = False
     """Admitted is in Redis: Queued has been told."""
     ended_at: float | None = None
@@ -132,6 +134,7 @@ class Ledger:
             error_code=None if outcome is None or outcome.error is None else outcome.error.code.value,
             completion_tokens=record.completion_tokens,
             session=entry.session,
+            key_hash=entry.key_hash,
         )
 
 

@@ -69,7 +69,13 @@ class Lives:
         """Into the queue; it is not placed before its admitted record is written."""
         step = lifecycle.advance(None, event, now, self._rule)
         self._budget.admitted(now)
-        entry = Entry(record=step.record, stream=start.stream, deadline=start.deadline, session=start.session)
+        entry = Entry(
+            record=step.record,
+            stream=start.stream,
+            deadline=start.deadline,
+            session=start.session,
+            key_hash=start.key_hash,
+        )
         self.ledger.add(entry)
         self._waiters[entry.request_id] = waiter
         self.waiting.admit(waiter)

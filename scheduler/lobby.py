@@ -42,8 +42,8 @@ class Lobby:
                 del self._starts[request_id]
                 return
 
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._starts
+    def get(self, request_id: RequestId) -> StartReceived | None:
+        return self._starts.get(request_id)
 
     def __len__(self) -> int:
         return len(self._starts)

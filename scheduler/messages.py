@@ -37,11 +37,13 @@ class StartReceived:
     """When the client's time is over, by the clock of `step`."""
     session: int = 0
     """Of the gateway's; above 0 the answer can be resumed by a higher one."""
+    key_hash: str = ""
+    """Of the client's key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelAsked:
-    """By message, by RPC or by a mark in Redis. Unknown and ended requests are left alone."""
+    """By message, by RPC or by a mark in Redis; who asks may. Unknown and ended requests are left alone."""
 
     request_id: RequestId
     reason: CancelReason

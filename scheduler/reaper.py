@@ -21,7 +21,7 @@ REDIS_LOOK_S = 0.25  # while Redis is away: admission is back this soon after it
 class CancelWatch(Protocol):
     """What is needed of `shared.state.cancellation`."""
 
-    async def read(self, request_id: RequestId) -> CancelReason | None: ...
+    async def read(self, request_id: RequestId, key_hash: str) -> CancelReason | None: ...
 
     def watch(self) -> AsyncGenerator[RequestId]: ...
 
@@ -100,9 +100,10 @@ async def _has_forgotten(driver: Driver, records: RecordLook) -> bool:
 async def _watch_cancels(driver: Driver, cancels: CancelWatch) -> None:
     async with contextlib.aclosing(cancels.watch()) as marked:
         async for request_id in marked:
-            if driver.core.ledger.get(request_id) is None:
+            entry = driver.core.ledger.get(request_id)
+            if entry is None:
                 continue  # its mark is read again when it is admitted
             with contextlib.suppress(ServingError):  # Redis went away in between: the watch tells every mark again
-                reason = await cancels.read(request_id)
+                reason = await cancels.read(request_id, entry.key_hash)
                 if reason is not None:
                     driver.step(CancelAsked(request_id=request_id, reason=reason))

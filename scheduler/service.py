@@ -118,6 +118,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                     unix_ms=self._clock.unix_ms(),
                     deadline=deadline_from_wire(start.timeout_ms, self._clock.monotonic()),
                     session=start.session,
+                    key_hash=start.key_hash,
                 )
             )
             async with asyncio.TaskGroup() as group:
@@ -133,15 +134,14 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             driver.close_stream(stream)
 
     async def Cancel(self, request: scheduler_pb2.CancelRequest, context: CancelContext) -> scheduler_pb2.CancelReply:
-        """By id. Waits for the release, at most 2 s; again is a success."""
+        """By id, of one's own request. Waits for the release, at most 2 s; again is a success."""
         driver = self._driver or await _refuse_standby(context)
         if not request.request_id:
             raise ServingError(ErrorCode.INVALID_REQUEST, "request id must not be empty")
         request_id = RequestId(request.request_id)
-        entry = driver.core.ledger.get(request_id)
-        is_held = request_id in driver.core.lobby
-        if entry is None and not is_held:
+        if driver.core.key_hash_of(request_id) != request.key_hash:
             raise ServingError(ErrorCode.REQUEST_NOT_FOUND, "no such request")
+        entry = driver.core.ledger.get(request_id)
         driver.step(
             CancelAsked(request_id=request_id, reason=cancel_reason_from_wire(request.reason, CancelReason.DELETE))
         )

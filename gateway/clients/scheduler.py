@@ -81,6 +81,8 @@ class Start:
     """Of a resumable answer: grows with each reader."""
     timeout_ms: int = 0
     """What is left of the client's time; 0 = no end."""
+    key_hash: str = ""
+    """Of the client's key: who may cancel it by id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +238,7 @@ class SchedulerClient:
                 last_attempt_closed=start.last_attempt_closed,
                 session=start.session,
                 timeout_ms=start.timeout_ms,
+                key_hash=start.key_hash,
                 scheduler_epoch=self._epoch,
             )
         )
@@ -246,10 +249,10 @@ class SchedulerClient:
             raise
         return stream
 
-    async def cancel(self, request_id: RequestId, reason: CancelReason) -> CancelAnswer:
-        """Raises ServingError (REQUEST_NOT_FOUND) or LinkBroken."""
+    async def cancel(self, request_id: RequestId, key_hash: str, reason: CancelReason) -> CancelAnswer:
+        """For the client with this key. Raises ServingError (REQUEST_NOT_FOUND, also for another's) or LinkBroken."""
         stub = await self._stub()
-        request = scheduler_pb2.CancelRequest(request_id=request_id, reason=reason.value)
+        request = scheduler_pb2.CancelRequest(request_id=request_id, key_hash=key_hash, reason=reason.value)
         try:
             reply = await stub.Cancel(request, timeout=_CANCEL_TIMEOUT_S)
         except AioRpcError as error:

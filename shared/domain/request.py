@@ -140,3 +140,5 @@ class StoredRequest:
     completion_tokens: int = 0
     session: int = 0
     """Above 0 where the answer can be resumed: its gateway is waited for longer."""
+    key_hash: str = ""
+    """Of the client's key: nobody else may cancel it by its id."""

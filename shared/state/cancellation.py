@@ -9,12 +9,20 @@ from redis.exceptions import RedisError
 
 from shared.aio.backoff import Backoff
 from shared.codec.request import cancel_reason_from_wire
-from shared.domain.errors import ServingError
+from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestId
 from shared.domain.request import CancelReason
 from shared.obs.logs import get_logger
 from shared.state.client import TIMEOUT_S, StateClient, connect_later, drop, read_reply
-from shared.state.keys import CANCEL_CHANNEL, CANCEL_PATTERN, CANCEL_TTL_MS, cancel_key, request_id_of
+from shared.state.keys import (
+    CANCEL_CHANNEL,
+    CANCEL_PATTERN,
+    CANCEL_TTL_MS,
+    KEY_HASH_FIELD,
+    cancel_key,
+    request_id_of,
+    request_key,
+)
 
 PING_INTERVAL_S = 1.0  # how often a silent subscription is asked whether it lives
 RECONNECT_MAX_S = 1.0  # RED-01: a mark set while the subscription was away is seen within 3 s
@@ -28,21 +36,28 @@ class Cancellations:
     def __init__(self, client: StateClient) -> None:
         self._client = client
 
-    async def mark(self, request_id: RequestId, reason: CancelReason) -> None:
-        """Sets the mark, then wakes the watchers. Again does no harm: the first reason stands."""
-        await self._client.call("SET", cancel_key(request_id), reason.value, "NX", "PX", CANCEL_TTL_MS)
+    async def mark(self, request_id: RequestId, key_hash: str, reason: CancelReason) -> None:
+        """Sets the mark, then wakes the watchers. Again does no harm: the first reason stands.
+
+        Raises REQUEST_NOT_FOUND where the record says that the request is another's. Without a record there is no
+        telling: the mark counts for a request of this key alone.
+        """
+        owner = await self._client.call("HGET", request_key(request_id), KEY_HASH_FIELD)
+        if owner and owner != key_hash.encode():
+            raise ServingError(ErrorCode.REQUEST_NOT_FOUND, "no such request")
+        await self._client.call("SET", cancel_key(request_id, key_hash), reason.value, "NX", "PX", CANCEL_TTL_MS)
         await self._client.call("PUBLISH", CANCEL_CHANNEL, request_id)
 
-    async def read(self, request_id: RequestId) -> CancelReason | None:
-        """The reason, if there is a mark."""
-        reply = await self._client.call("GET", cancel_key(request_id))
+    async def read(self, request_id: RequestId, key_hash: str) -> CancelReason | None:
+        """The reason, if the client with this key has left a mark."""
+        reply = await self._client.call("GET", cancel_key(request_id, key_hash))
         if reply is None:
             return None
         return cancel_reason_from_wire(reply.decode(errors="replace"), CancelReason.DELETE)
 
-    async def clear(self, request_id: RequestId) -> None:
+    async def clear(self, request_id: RequestId, key_hash: str) -> None:
         """Once the request has ended; without it the mark would be told again after each reconnect, for ten minutes."""
-        await self._client.call("DEL", cancel_key(request_id))
+        await self._client.call("DEL", cancel_key(request_id, key_hash))
 
     async def watch(self) -> AsyncGenerator[RequestId]:
         """Yields marked requests until it is closed: after each (re)connect every stored mark, then each new one.

@@ -10,6 +10,8 @@ REQUEST_PATTERN = f"{PREFIX}request:*"
 CANCEL_PATTERN = f"{PREFIX}cancel:*"
 CANCEL_CHANNEL = f"{PREFIX}cancels"
 
+KEY_HASH_FIELD = "key_hash"  # of a record: whose request it is
+
 LEASE = f"{PREFIX}lease:{{scheduler}}"
 EPOCH = f"{PREFIX}epoch:{{scheduler}}"
 
@@ -27,9 +29,9 @@ def request_key(request_id: RequestId) -> str:
     return f"{PREFIX}request:{{{request_id}}}"
 
 
-def cancel_key(request_id: RequestId) -> str:
-    """String: the reason of a cancel."""
-    return f"{PREFIX}cancel:{{{request_id}}}"
+def cancel_key(request_id: RequestId, key_hash: str) -> str:
+    """String: the reason of a cancel, as the client with this key asked for it; what another asked for stands apart."""
+    return f"{PREFIX}cancel:{{{request_id}}}:{key_hash}"
 
 
 def log_key(request_id: RequestId) -> str:
@@ -39,6 +41,8 @@ def log_key(request_id: RequestId) -> str:
 
 def request_id_of(key: str) -> RequestId:
     """Of a request's key or a cancel's. Raises ValueError for any other."""
-    if not key.startswith(PREFIX) or not key.endswith("}"):
+    kind, brace, behind = key.partition("{")
+    request_id, end, _ = behind.partition("}")
+    if not kind.startswith(PREFIX) or not brace or not end:
         raise ValueError(f"not a key of a request: {key}")
-    return RequestId(key[key.index("{") + 1 : -1])
+    return RequestId(request_id)

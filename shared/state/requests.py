@@ -7,7 +7,14 @@ from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, WorkerId
 from shared.domain.request import FinishReason, RequestState, StoredRequest
 from shared.obs.logs import get_logger
 from shared.state.client import Script, StateClient
-from shared.state.keys import ENDED_REQUEST_TTL_MS, LIVE_REQUEST_TTL_MS, REQUEST_PATTERN, request_id_of, request_key
+from shared.state.keys import (
+    ENDED_REQUEST_TTL_MS,
+    KEY_HASH_FIELD,
+    LIVE_REQUEST_TTL_MS,
+    REQUEST_PATTERN,
+    request_id_of,
+    request_key,
+)
 
 _STORE = Script("store_request")
 _log = get_logger("state")
@@ -79,6 +86,7 @@ def _to_fields(stored: StoredRequest) -> dict[str, str]:
         "error_code": stored.error_code or "",
         "completion_tokens": str(stored.completion_tokens),
         "session": str(stored.session),
+        KEY_HASH_FIELD: stored.key_hash,
     }
 
 
@@ -101,6 +109,7 @@ def _from_fields(request_id: RequestId, flat: list[bytes]) -> StoredRequest | No
             error_code=fields["error_code"] or None,
             completion_tokens=int(fields["completion_tokens"]),
             session=int(fields.get("session", 0)),
+            key_hash=fields.get(KEY_HASH_FIELD, ""),
         )
     except (KeyError, ValueError):  # of another version, or not ours: it cannot be adopted, and goes with its TTL
         _log.warning("unreadable record", request_id=request_id)

@@ -114,11 +114,6 @@ class StreamLog:
                 return reply
         raise state_unavailable()
 
-    async def is_of_another(self, request_id: RequestId, key_hash: str) -> bool:
-        """Whether there is a log, and this key may not read it."""
-        entries = await self._client.call("XRANGE", log_key(request_id), "-", "+", "COUNT", 1)
-        return bool(entries) and _fields(entries[0][1]).get("key") != key_hash.encode()
-
     async def _run(self, script: Script, request_id: RequestId, *args: str | int | bytes) -> None:
         match await self._client.run(script, [log_key(request_id)], args):
             case b"ok":

@@ -129,6 +129,7 @@ class Start(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     LAST_ATTEMPT_CLOSED_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
     gateway_incarnation: _builtins.int
     last_attempt_seen: _builtins.int
     """0 = none"""
@@ -142,6 +143,8 @@ class Start(_message.Message):
     """of this attempt and those before it the gateway takes nothing more; 0 = none"""
     timeout_ms: _builtins.int
     """left until the client's deadline; 0 = none. What was heard first counts"""
+    key_hash: _builtins.str
+    """of the client's key: who may cancel it by id"""
     @_builtins.property
     def spec(self) -> _common_pb2.RequestSpec: ...
     def __init__(
@@ -155,10 +158,11 @@ class Start(_message.Message):
         session: _builtins.int = ...,
         last_attempt_closed: _builtins.int = ...,
         timeout_ms: _builtins.int = ...,
+        key_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_incarnation", b"gateway_incarnation", "last_attempt_closed", b"last_attempt_closed", "last_attempt_seen", b"last_attempt_seen", "scheduler_epoch", b"scheduler_epoch", "session", b"session", "spec", b"spec", "timeout_ms", b"timeout_ms", "tokens_held", b"tokens_held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_incarnation", b"gateway_incarnation", "key_hash", b"key_hash", "last_attempt_closed", b"last_attempt_closed", "last_attempt_seen", b"last_attempt_seen", "scheduler_epoch", b"scheduler_epoch", "session", b"session", "spec", b"spec", "timeout_ms", b"timeout_ms", "tokens_held", b"tokens_held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -352,17 +356,21 @@ class CancelRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     reason: _builtins.str
+    key_hash: _builtins.str
+    """of the caller's key: another's request is unknown to him"""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        key_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_hash", b"key_hash", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

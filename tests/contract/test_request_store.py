@@ -21,6 +21,7 @@ QUEUED = StoredRequest(
     gateway_incarnation=Incarnation(2**64 - 1),
     admitted_unix_ms=1_700_000_000_500,
     seed=2**64 - 1,
+    key_hash="0123456789abcdef",
 )
 PLACED = replace(
     QUEUED, state=RequestState.PLACING, prefill_worker=WorkerId("prefill-0"), decode_worker=WorkerId("decode-0")
@@ -62,7 +63,7 @@ async def test_every_record_has_a_time_to_live(client: StateClient) -> None:
 
 
 async def test_record_holds_no_content(client: StateClient) -> None:
-    """Exactly these fields: no prompt, no token, no text."""
+    """Exactly these fields: no prompt, no token, no text, and of the key a hash."""
     await RequestStore(client).finish(FINISHED)
     fields = {name.decode() for name in await client.call("HKEYS", request_key(QUEUED.request_id))}
 
@@ -79,6 +80,7 @@ async def test_record_holds_no_content(client: StateClient) -> None:
         "error_code",
         "completion_tokens",
         "session",
+        "key_hash",
     }
 
 

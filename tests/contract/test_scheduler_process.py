@@ -11,14 +11,16 @@ import pytest
 
 from scheduler.__main__ import Replaced, main
 from scheduler.config import SchedulerConfig
+from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId
 from shared.domain.request import CancelReason, RequestState, StoredRequest
 from shared.process import Process, RealClock
 from shared.rpc.channels import ChannelPool
+from shared.rpc.errors import serving_error
 from shared.state.cancellation import Cancellations
 from shared.state.client import StateClient
 from shared.state.embedded import EmbeddedValkey
-from shared.state.keys import EPOCH, LEASE
+from shared.state.keys import CANCEL_CHANNEL, EPOCH, LEASE
 from shared.state.leadership import Leadership, SchedulerLocation
 from shared.state.requests import RequestStore
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -105,9 +107,10 @@ async def test_a_request_leaves_its_outcome_and_no_live_record(valkey: EmbeddedV
         gateway_incarnation=Incarnation(1),
         admitted_unix_ms=1,
         seed=1,
+        key_hash="a",
     )
     await store.admit(orphan)
-    await Cancellations(client).mark(orphan.request_id, CancelReason.DELETE)
+    await Cancellations(client).mark(orphan.request_id, "a", CancelReason.DELETE)
     async with running(valkey, client) as (_, address, _), peers(address) as (channel, prefill, decode):
         async with asyncio.timeout(ANSWER_S):
             while await store.load_live():
@@ -134,16 +137,59 @@ async def test_a_request_leaves_its_outcome_and_no_live_record(valkey: EmbeddedV
 
 
 async def test_a_mark_in_redis_cancels(valkey: EmbeddedValkey, client: StateClient) -> None:
-    """A DELETE on a gateway that does not reach the scheduler."""
+    """A DELETE on a gateway that does not reach the scheduler; another client's is refused, and its mark not read."""
+    marks, r1 = Cancellations(client), RequestId("r1")
+    await marks.mark(r1, "b", CancelReason.DELETE)  # of what is not there yet nobody knows whose it is
     async with running(valkey, client) as (_, address, _), peers(address) as (channel, prefill, decode):
         await started(channel, prefill, decode)
-        async with serve_stream(channel, make_spec()) as gateway:
+        async with serve_stream(channel, make_spec(), key_hash="a") as gateway:
             await admitted(gateway)
             await decode.reserve()
             await gateway.expect("placed")
-            await Cancellations(client).mark(RequestId("r1"), CancelReason.DELETE)
+            with pytest.raises(ServingError) as refused:
+                await marks.mark(r1, "c", CancelReason.DELETE)
+            await client.call("PUBLISH", CANCEL_CHANNEL, r1)
+            await marks.mark(r1, "a", CancelReason.DELETE)
             outcome = (await gateway.expect("outcome")).outcome
             assert scheduler_pb2.OUTCOME_KIND_CANCELLED == outcome.kind
+    assert ErrorCode.REQUEST_NOT_FOUND is refused.value.code
+
+
+async def test_cancel_by_exactly_the_id_and_by_its_own_client(valkey: EmbeddedValkey, client: StateClient) -> None:
+    """CAN-04: `r-1` and `r-10` live; empty, shorter, unknown ids and another's key end neither; `r-1` ends itself alone."""
+    async with running(valkey, client) as (_, address, _), peers(address) as (channel, prefill, decode):
+        await started(channel, prefill, decode)
+        stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+
+        async def cancel(request_id: str, key_hash: str) -> ErrorCode | None:
+            asked = scheduler_pb2.CancelRequest(request_id=request_id, key_hash=key_hash, reason="delete")
+            try:
+                reply = await stub.Cancel(asked)
+            except grpc.aio.AioRpcError as error:
+                return serving_error(error).code
+            assert scheduler_pb2.OUTCOME_KIND_CANCELLED == reply.outcome
+            return None
+
+        async with (
+            serve_stream(channel, make_spec("r-1"), key_hash="a") as one,
+            serve_stream(channel, make_spec("r-10"), key_hash="a") as ten,
+        ):
+            await admitted(one)
+            await admitted(ten)
+            assert ["r-1", "r-10"] == sorted([(await decode.command()).key.request_id for _ in range(2)])
+            unknown = ErrorCode.REQUEST_NOT_FOUND
+            tried = [("", "a"), ("r-", "a"), ("r-100", "a"), ("r", "a"), ("r-1", "b"), ("r-1", ""), ("r-10", "b")]
+            assert [ErrorCode.INVALID_REQUEST, *[unknown] * 6] == [await cancel(*each) for each in tried]
+            assert ["r-1", "r-10"] == sorted(each.request_id for each in await RequestStore(client).load_live())
+            async with asyncio.TaskGroup() as group:
+                cancelling = group.create_task(cancel("r-1", "a"))
+                assert scheduler_pb2.OUTCOME_KIND_CANCELLED == (await one.expect("outcome")).outcome.kind
+                await decode.release("abort", blocks_freed=2)
+            assert None is cancelling.result()
+            assert ["r-10"] == [each.request_id for each in await RequestStore(client).load_live()]
+            assert (unknown, None) == (await cancel("r-1", "b"), await cancel("r-1", "a"))  # ended, and still its own
+            await ten.cancel()
+            await ten.expect("outcome")
 
 
 async def test_a_replaced_scheduler_ends(valkey: EmbeddedValkey, client: StateClient) -> None:

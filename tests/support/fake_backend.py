@@ -190,7 +190,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
     ) -> scheduler_pb2.CancelReply:
         self.cancelled_ids.append(request.request_id)
         known = self.requests.get(request.request_id)
-        if known is None:
+        if known is None or known.starts[0].key_hash != request.key_hash:
             raise ServingError(ErrorCode.REQUEST_NOT_FOUND, "no such request", param="id")
         self._end(known, _cancelled())
         known.touch()

@@ -78,12 +78,6 @@ class FakeStreamLog:
             return held
         return replace(held, session=0)
 
-    async def is_of_another(self, request_id: RequestId, key_hash: str) -> bool:
-        if self.is_away:
-            raise state_unavailable()
-        held = self.answers.get(request_id)
-        return held is not None and held.head.key_hash != key_hash
-
     def _check(self, request_id: RequestId, session: int) -> None:
         self.num_writes += 1
         if self.is_away:

@@ -203,7 +203,7 @@ class FakeGateway:
 
 @asynccontextmanager
 async def serve_stream(
-    channel: grpc.aio.Channel, spec: RequestSpec, *, last_attempt_seen: int = 0, epoch: int = 0
+    channel: grpc.aio.Channel, spec: RequestSpec, *, last_attempt_seen: int = 0, epoch: int = 0, key_hash: str = ""
 ) -> AsyncGenerator[FakeGateway]:
     """A Serve stream whose Start is written; cancelled at the end."""
     call: Any = scheduler_pb2_grpc.SchedulerStub(channel).Serve()
@@ -215,6 +215,7 @@ async def serve_stream(
                     gateway_incarnation=9,
                     last_attempt_seen=last_attempt_seen,
                     scheduler_epoch=epoch,
+                    key_hash=key_hash,
                 )
             )
         )

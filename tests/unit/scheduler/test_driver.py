@@ -54,10 +54,10 @@ class SlowStore:
 
     admit = place = finish = rewrite = _write
 
-    async def read(self, request_id: RequestId) -> CancelReason | None:
+    async def read(self, request_id: RequestId, key_hash: str) -> CancelReason | None:
         return None
 
-    async def clear(self, request_id: RequestId) -> None:
+    async def clear(self, request_id: RequestId, key_hash: str) -> None:
         return None
 
 

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+from scheduler.core import CoreLimits, SchedulerCore
 from scheduler.lobby import Lobby
-from scheduler.messages import StartReceived, StreamId
+from scheduler.messages import PersistRecord, RecordsFound, StartReceived, StreamId
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId
+from shared.domain.worker import LossLimits
 from tests.support.scheduler_peers import make_spec
 
 
@@ -48,4 +50,17 @@ def test_whoever_leaves_is_gone() -> None:
     assert start("c", 2) == lobby.take(RequestId("c"))
     assert None is lobby.take(RequestId("c"))
     assert (1, [start("a", 0)]) == (len(lobby), list(lobby))
-    assert [True, False] == [RequestId(name) in lobby for name in "ab"]
+    assert [start("a", 0), None] == [lobby.get(RequestId(name)) for name in "ab"]
+
+
+def test_whose_a_request_is_that_is_held_or_adopted() -> None:
+    """As its gateway has said it, where the store knew nothing of it, too; no other id has it."""
+    limits = CoreLimits(max_queued_requests=2, max_queued_prompt_tokens=99, loss=LossLimits(), gateway_grace_s=5.0)
+    core = SchedulerCore(limits, Epoch(1))
+    core.step(RecordsFound(records=()), 0.0)
+    core.step(replace(start("r-1", 1), key_hash="a"), 0.0)
+    effects = core.step(replace(start("r-10", 2), key_hash="b", last_attempt_seen=Attempt(1)), 0.0)
+
+    owners = [core.key_hash_of(RequestId(name)) for name in ("r-1", "r-10", "r-", "r-100", "")]
+    assert ["a", "b", None, None, None] == owners
+    assert ["b"] == [effect.stored.key_hash for effect in effects if isinstance(effect, PersistRecord)]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -54,12 +55,13 @@ class FakeDriver:
 
 
 class FakeCancels:
-    """Two marks; one of a request that nobody knows."""
+    """Three marks; one of a request that nobody knows, and one that the client with key "a" has left on another's."""
 
-    async def read(self, request_id: RequestId) -> CancelReason | None:
-        return CancelReason.DELETE
+    async def read(self, request_id: RequestId, key_hash: str) -> CancelReason | None:
+        return CancelReason.DELETE if key_hash == "a" else None
 
     async def watch(self) -> AsyncGenerator[RequestId]:
+        yield RequestId("another's")
         yield RequestId("known")
         yield RequestId("unknown")
         await asyncio.Event().wait()
@@ -109,9 +111,9 @@ async def test_redis_going_and_coming_is_told_once_each_way_until_the_lease_is_l
 
 
 async def test_marks_of_known_requests_become_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are read again when their request is admitted."""
+    """Where their own clients left them; those of unknown ones are read again when their request is admitted."""
     driver = FakeDriver()
-    known = {RequestId("known"): object()}
+    known = {RequestId("known"): SimpleNamespace(key_hash="a"), RequestId("another's"): SimpleNamespace(key_hash="b")}
     monkeypatch.setattr(driver.core.ledger, "get", known.get)
 
     await reap(cast(Driver, driver), cast(LeaseKeeper, FakeKeeper([True] * 5)), FakeCancels(), FakeRecords())

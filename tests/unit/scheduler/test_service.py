@@ -78,10 +78,10 @@ class FakeStore:
     async def rewrite(self, stored: StoredRequest) -> None:
         await self._write("rewrite", stored)
 
-    async def read(self, request_id: RequestId) -> CancelReason | None:
+    async def read(self, request_id: RequestId, key_hash: str) -> CancelReason | None:
         return self.mark
 
-    async def clear(self, request_id: RequestId) -> None:
+    async def clear(self, request_id: RequestId, key_hash: str) -> None:
         self.mark = None
 
 

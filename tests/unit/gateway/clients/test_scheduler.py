@@ -180,7 +180,7 @@ async def test_nobody_there_is_a_broken_link() -> None:
             with pytest.raises(LinkBroken):
                 await client.status(30)
             with pytest.raises(LinkBroken):
-                await client.cancel(new_request_id(1), CancelReason.DELETE)
+                await client.cancel(new_request_id(1), "k", CancelReason.DELETE)
             with pytest.raises(LinkBroken):
                 await (await client.serve(start())).read()
 

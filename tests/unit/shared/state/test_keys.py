@@ -52,8 +52,8 @@ def test_request_id_comes_back_out_of_its_keys() -> None:
     request_id = RequestId("01J0000000000000000000000A.3")
 
     assert "firsttoken:1:request:{01J0000000000000000000000A.3}" == request_key(request_id)
-    assert "firsttoken:1:cancel:{01J0000000000000000000000A.3}" == cancel_key(request_id)
-    assert [request_id] * 2 == [request_id_of(request_key(request_id)), request_id_of(cancel_key(request_id))]
+    assert "firsttoken:1:cancel:{01J0000000000000000000000A.3}:0a1b" == cancel_key(request_id, "0a1b")
+    assert [request_id] * 2 == [request_id_of(request_key(request_id)), request_id_of(cancel_key(request_id, "0a1b"))]
     for foreign in ("other:{x}", "firsttoken:1:request:x"):
         with pytest.raises(ValueError, match="not a key"):
             request_id_of(foreign)
