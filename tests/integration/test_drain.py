@@ -5,17 +5,20 @@ import os
 import signal
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
-from tests.support import leaks
-from tests.support.cancelling import live, wait_for_state
+from tests.support import leaks, processes
+from tests.support.cancelling import live, live_uncached, wait_for_state
 from tests.support.chat import CHAT_PATH, ChatRecord, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan, Service, parse_status
 from tests.support.http_client import exchange, open_request
 from tests.support.polling import eventually
 from tests.support.ports import ADMIN_OFFSET
+from tests.support.redis_server import own_redis
 from tests.support.script import Script, counting, padded
+from tests.support.standby import STOP_WITHIN_S, standby, wait_standby
 
 BACK_WITHIN_S = 90.0
 NUM_GATEWAYS = 2
@@ -24,9 +27,15 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def doubled_system() -> Generator[Cluster]:
-    """Two of each role that there can be two of; workers hand over after 2 s."""
+    """Two of each role that `up` keeps several of; workers hand over after some seconds.
+
+    On a Redis that is not its own, so that its scheduler obeys the lease rules of several.
+    """
     plan = ClusterPlan().scripted().prefill(2).decode(2).gateways(NUM_GATEWAYS)
-    with plan.setting("drain_timeout_s", 4).start() as cluster:
+    with (
+        own_redis() as redis,
+        plan.redis_url(redis.url).setting("redis_timeout_s", 10).setting("drain_timeout_s", 4).start() as cluster,
+    ):
         yield cluster
 
 
@@ -70,9 +79,12 @@ async def wait_restarted(cluster: Cluster, old: Service, child_id: str) -> None:
         within_s=BACK_WITHIN_S,
         what=f"a new {child_id} is ready",
     )
-    said = [line for line in cluster.log_path.read_text().splitlines() if line.startswith(f"{child_id} ended")]
-    assert said
-    assert "exit code 0" in said[-1]
+    assert "exit code 0" in last_end(cluster, child_id)
+
+
+def last_end(cluster: Cluster, child_id: str) -> str:
+    """What `up` has said of it."""
+    return [line for line in cluster.log_path.read_text().splitlines() if line.startswith(f"{child_id} ended")][-1]
 
 
 async def stop(cluster: Cluster, child_id: str) -> Service:
@@ -83,7 +95,7 @@ async def stop(cluster: Cluster, child_id: str) -> Service:
 
 
 class PatientClient:
-    """Asks one gateway after the other; where the connection is refused, it asks the next one at once."""
+    """Asks one gateway after the other; where the connection is refused, and only there, it asks the next one at once."""
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self._cluster = cluster
@@ -95,7 +107,7 @@ class PatientClient:
     async def run(self) -> None:
         """Until stopped; every answer must be whole."""
         while not self.stopped.is_set():
-            script = counting(20 + self._number, step_ms=20, prefill_ms=50)
+            script = counting(20 + self._number % 10, step_ms=20, prefill_ms=50)
             record = await self.ask(script)
             assert (script.text(), "stop", None) == (record.text, record.finish_reason, record.error)
             self.num_answers += 1
@@ -109,30 +121,66 @@ class PatientClient:
             async with AsyncExitStack() as stack:
                 try:
                     stream = await stack.enter_async_context(open_request(port, "POST", CHAT_PATH, body=body))
-                except (ConnectionError, EOFError):  # refused, or reset before a byte came: it was never taken
+                except ConnectionRefusedError:
                     self.num_refused += 1
                     await asyncio.sleep(0.02)
                     continue
                 return await collect(stream)
 
 
-async def test_each_service_is_restarted_in_turn_under_load(doubled: Cluster) -> None:
-    """No request fails, and each process ends by itself, with code 0."""
+async def wait_active(cluster: Cluster, pid: int) -> None:
+    """The scheduler of this process schedules."""
+    await eventually(
+        cluster.status,
+        lambda status: status.one("scheduler").pid == pid and status.one("scheduler").ready,
+        within_s=BACK_WITHIN_S,
+        what=f"scheduler {pid} is the active one",
+    )
+
+
+async def wait_all_served(clients: list[PatientClient]) -> None:
+    """Each has got another answer, whose gateway and workers were chosen by now."""
+    wanted = [client.num_answers + 2 for client in clients]
+    async with asyncio.timeout(BACK_WITHIN_S):
+        while any(client.num_answers < num for client, num in zip(clients, wanted, strict=True)):
+            await asyncio.sleep(0.05)
+
+
+async def restart_both_schedulers(cluster: Cluster, log: Path, clients: list[PatientClient]) -> None:
+    """The active one and its standby, in turn: each hands over to the other, and is a standby when it is back."""
+    kept = (await cluster.status()).one("scheduler")
+    kept_log = (cluster.log_folder or log) / "scheduler-0.log"
+    with standby(kept, log) as other:
+        await wait_standby(log, within_s=BACK_WITHIN_S)
+        await stop(cluster, "scheduler-0")
+        await wait_active(cluster, other.pid)
+        await wait_standby(kept_log, within_s=BACK_WITHIN_S)
+        assert "exit code 0" in last_end(cluster, "scheduler-0")
+        await wait_all_served(clients)
+        other.terminate()
+        assert 0 == await asyncio.to_thread(other.wait, STOP_WITHIN_S)
+        await wait_restarted(cluster, kept, "scheduler-0")
+    with standby(kept_again := (await cluster.status()).one("scheduler"), log):
+        await wait_standby(log, within_s=BACK_WITHIN_S)
+        await wait_active(cluster, kept_again.live_pid)
+        await wait_all_served(clients)
+
+
+async def test_each_service_is_restarted_in_turn_under_load(doubled: Cluster, tmp_path: Path) -> None:
+    """Two of each role. No request fails, though clients ask again only where they are refused; all end with code 0."""
     clients = [PatientClient(doubled, number) for number in range(6)]
     async with asyncio.TaskGroup() as group:
         for client in clients:
             group.create_task(client.run())
         await wait_for_state(doubled, "decoding", 2)
-        for child_id in ("decode-0", "decode-1", "prefill-0", "prefill-1", "gateway-1", "gateway-0", "scheduler-0"):
-            num_before = sum(client.num_answers for client in clients)
+        for child_id in ("decode-0", "decode-1", "prefill-0", "prefill-1", "gateway-1", "gateway-0"):
             old = await stop(doubled, child_id)
             await wait_restarted(doubled, old, child_id)
-            async with asyncio.timeout(BACK_WITHIN_S):
-                while sum(client.num_answers for client in clients) < num_before + len(clients):
-                    await asyncio.sleep(0.05)  # each service is back in work before the next one goes
+            await wait_all_served(clients)  # each service is back in work before the next one goes
+        await restart_both_schedulers(doubled, tmp_path / "standby.log", clients)
         for client in clients:
             client.stopped.set()
-    assert all(client.num_answers > 0 for client in clients)
+    assert sum(client.num_refused for client in clients) > 0
 
 
 async def test_a_long_answer_goes_on_at_another_decode_worker(doubled: Cluster) -> None:
@@ -181,41 +229,78 @@ async def the_busy(cluster: Cluster, role: str) -> Service:
     return await eventually(busy, lambda _: True, within_s=30.0, what=f"a busy {role} worker")
 
 
-async def test_ops_01_streams_of_a_stopped_gateway_end_well(doubled: Cluster) -> None:
-    """OPS-01: all five are whole; not ready at once; new connections are refused; it ends soon after, with code 0."""
-    scripts = [counting(60 + number, step_ms=20) for number in range(5)]
+@pytest.fixture(scope="module")
+def plain_system() -> Generator[Cluster]:
+    """One of each, with the drain limit that is set where nobody sets one: 30 s."""
+    with ClusterPlan().scripted().start() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def plain(plain_system: Cluster) -> AsyncGenerator[Cluster]:
+    """Ready and warm before each test; whole and without leaks after it."""
+    await plain_system.wait_ready(within_s=BACK_WITHIN_S)
+    await ask(plain_system.port, counting(3).body())
+    baseline = await leaks.capture(plain_system)
+    yield plain_system
+    await plain_system.wait_ready(within_s=BACK_WITHIN_S)
+    await leaks.assert_no_leaks(plain_system, baseline)
+
+
+async def wait_draining(service: Service) -> None:
+    """By its own word; at once, unless the machine is busy."""
+    await eventually(
+        lambda: exchange(service.admin_port, "GET", "/readyz"),
+        lambda answer: (503, "draining") == (answer.status, answer.json()["reason"]),
+        within_s=10.0,
+        what=f"{service.id} is not ready",
+    )
+
+
+async def test_ops_01_streams_of_a_stopped_gateway_end_well(plain: Cluster) -> None:
+    """OPS-01: five streams with 8 s left end well in the 30 s of the drain; what comes new is refused; then it ends, with
+    code 0 and long before the limit.
+    """
+    scripts = [counting(402 + number, step_ms=20) for number in range(5)]
+    clock = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(live(doubled, script)) for script in scripts]
+        streams = [await stack.enter_async_context(live(plain, script)) for script in scripts]
         records = [await collect(stream, until_deltas=2) for stream in streams]
-        old = await stop(doubled, "gateway-0")
-        await eventually(
-            lambda: exchange(doubled.admin_port, "GET", "/readyz"),
-            lambda answer: answer.status == 503,
-            within_s=10.0,
-            what="not ready",
-        )
-        # The listener goes a moment after the signal.
-        await eventually(lambda: is_refused(doubled.port), bool, within_s=10.0, what="connections are refused")
+        old = await stop(plain, "gateway-0")
+        await wait_draining(old)
+        await eventually(lambda: is_refused(plain.port), bool, within_s=10.0, what="connections are refused")
         for stream, record in zip(streams, records, strict=True):
-            await collect(stream, record=record)
-    assert [(script.text(), "stop") for script in scripts] == [
-        (record.text, record.finish_reason) for record in records
+            await collect(stream, record=record)  # to its [DONE]
+        ended_at = clock.time()
+    assert [(script.text(), "stop", None) for script in scripts] == [
+        (record.text, record.finish_reason, record.error) for record in records
     ]
-    await wait_restarted(doubled, old, "gateway-0")
+    await processes.wait_gone(old.live_pid)
+    assert clock.time() - ended_at < 15  # one that waited for its limit would take 22 s more
+    await wait_restarted(plain, old, "gateway-0")
 
 
-async def test_a_second_signal_ends_it_at_once(doubled: Cluster) -> None:
-    """Whatever runs: that goes on elsewhere."""
-    script = counting(200, step_ms=20)
-    async with live(doubled, script) as stream:
-        record = await collect(stream, until_deltas=2)
-        busy = await the_busy(doubled, "decode")
-        old = await stop(doubled, busy.id)
-        await eventually(
-            lambda: find(doubled, busy.id), lambda now: not now.ready, within_s=5.0, what="the first signal has come"
-        )
-        os.kill(old.live_pid, signal.SIGTERM)
-        await collect(stream, record=record)
-    assert (script.text(), "stop", None) == (record.text, record.finish_reason, record.error)
-    said = [line for line in doubled.log_path.read_text().splitlines() if line.startswith(f"{busy.id} ended")]
-    assert "exit code 1" in said[-1]
+async def test_a_second_signal_ends_each_service_at_once(plain: Cluster) -> None:
+    """While they drain, with a prompt and an answer that would hold them up for half a minute."""
+    roles = ("gateway", "prefill", "decode")
+    prompt = padded(["x"], num_prompt_tokens=1_000, prefill_ms=60_000)
+    async with live(plain, counting(3_000, step_ms=20)) as decoding, live_uncached(plain, prompt):
+        await collect(decoding, until_deltas=2)
+        await wait_for_state(plain, "prefilling")
+        status = await plain.status()
+        services = [status.one(role) for role in roles]
+        for service in services:
+            os.kill(service.live_pid, signal.SIGTERM)
+        for service in services:
+            await wait_draining(service)
+        for service in services:
+            os.kill(service.live_pid, signal.SIGTERM)
+        # A scheduler drains for 2 s at most: it gets both in one moment.
+        scheduler = status.one("scheduler")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(scheduler.live_pid, number)
+        for service in (*services, scheduler):
+            await processes.wait_gone(service.live_pid)
+    await plain.wait_ready(within_s=BACK_WITHIN_S)
+    for role in (*roles, "scheduler"):
+        assert "exit code 1" in last_end(plain, f"{role}-0"), role

@@ -3,13 +3,11 @@
 import asyncio
 import os
 import signal
-import subprocess
 import uuid
 from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -20,11 +18,11 @@ from tests.support.cluster import Cluster, ClusterPlan, Service
 from tests.support.http_client import HttpStream
 from tests.support.polling import eventually
 from tests.support.script import Script, counting, padded
+from tests.support.standby import STOP_WITHIN_S, standby
 
 # Until its lease has run out (3 s), the new process has started, workers and gateways have dialled; and a busy machine.
 BACK_WITHIN_S = 120.0
 ANSWER_WITHIN_S = 180.0
-STOP_WITHIN_S = 60.0
 # What the end of a scheduler may add to the time between two tokens of a running answer. Nothing of an answer waits for
 # a scheduler: where the next one runs already no gap grew, 0.1 s being the longest. The start of one takes processor time
 # from all: it added 0.3 to 0.7 s where twenty processes wanted two cores, 1.8 s once. An answer that waited for it would
@@ -190,26 +188,6 @@ async def test_a_request_that_comes_without_a_scheduler_waits_for_one(system: Cl
     script = counting(5)
     answer = await ask(system.port, script.body())
     assert script.text() == answer["choices"][0]["message"]["content"]
-
-
-@contextmanager
-def standby(of: Service) -> Generator[subprocess.Popen[bytes]]:
-    """A second scheduler beside a running one: its settings, other ports, and the lease rules of several."""
-    pairs = Path(f"/proc/{of.live_pid}/environ").read_bytes().rstrip(b"\0").split(b"\0")
-    environ = dict(pair.decode().split("=", 1) for pair in pairs) | {"FIRSTTOKEN_LEASE_ABSENT_S": "3"}
-    command = processes.command_line(of.live_pid).split()
-    process = subprocess.Popen(
-        command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 async def test_a_standby_replaces_one_that_stands_still(system: Cluster) -> None:
