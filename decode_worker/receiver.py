@@ -18,6 +18,7 @@ from shared.codec.kv import frame_header_from_wire, held_to_wire, reject_to_wire
 from shared.codec.request import key_from_wire, logprobs_from_wire
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Incarnation, TokenId, TransferId
+from shared.domain.refusals import RefusedKind
 from shared.engine.executor import SampledToken
 from shared.kv.frames import AlreadyHeld, Reject, RejectCode, WriteBlocks
 from shared.kv.memory import KvMemory
@@ -69,7 +70,7 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         try:
             welcome = self._acquaintances.welcome(request)
         except ServingError as error:
-            self._metrics.refused_total.add("handshake")
+            self._metrics.refused(RefusedKind.HANDSHAKE)
             self._log.warning("handshake refused", peer=request.worker_id, reason=error.message)
             raise
         self._log.info("handshake", peer=request.worker_id, transport=welcome.transport)
@@ -108,7 +109,7 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         try:
             staging = self._staging_of(first.open)
         except StagingError as error:
-            self._metrics.refused_total.add("staging")
+            self._metrics.refused(RefusedKind.STAGING)
             self._log.warning("KV transport refused", key=str(row.key), reason=str(error))
             await _reject(context, Reject(code=RejectCode.NO_TRANSPORT, message=str(error)))
             return
@@ -192,7 +193,7 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
             receiver_incarnation=Incarnation(opening.receiver_incarnation),
         )
         if isinstance(opened, Reject):
-            self._metrics.refused_total.add("transfer")
+            self._metrics.refused(RefusedKind.TRANSFER)
             return Reject(code=row.reject_code, message=opened.message) if row.closed.is_set() else opened
         row.sender = sender
         return row
@@ -215,7 +216,7 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         return row
 
     def _counted(self, code: RejectCode, message: str) -> Reject:
-        self._metrics.refused_total.add("transfer")
+        self._metrics.refused(RefusedKind.TRANSFER)
         return Reject(code=code, message=message)
 
     async def _take_frame(
@@ -239,7 +240,7 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
             case Reject():
                 return judged
             case AlreadyHeld(acked_upto=acked_upto):
-                self._metrics.refused_total.add("doubled_frame")
+                self._metrics.refused(RefusedKind.DOUBLED_FRAME)
                 self._service.sign(row)
                 return acked_upto
             case WriteBlocks():
@@ -292,12 +293,12 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
 
     def _late(self, row: HeldSequence) -> None:
         """Nobody's fault and nobody's end: a sender that lives opens the transfer again."""
-        self._metrics.refused_total.add("late_frame")
+        self._metrics.refused(RefusedKind.LATE_FRAME)
         self._log.debug("late frame", key=str(row.key))
 
     def _refuse(self, row: HeldSequence, rejected: Reject) -> None:
         """A frame that cannot be taken. Damage is the attempt's end; a late stream's frames are nobody's."""
-        self._metrics.refused_total.add("frame")
+        self._metrics.refused(RefusedKind.FRAME)
         self._log.warning("frame refused", key=str(row.key), code=rejected.code.value, reason=rejected.message)
         if row.stage is Stage.RECEIVING and rejected.code in (RejectCode.BAD_CHECKSUM, RejectCode.BAD_RANGE):
             self._service.fail_transfer(row, ServingError(ErrorCode.KV_CORRUPT, "the KV was damaged on its way"))

@@ -24,6 +24,7 @@ from shared.codec.request import deadline_from_wire, key_from_wire, spec_from_wi
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, Incarnation, RequestKey, TokenId, TransferId, WorkerId
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import FinishReason, RequestSpec
 from shared.domain.worker import KvTarget
 from shared.engine.decode_runner import DecodeSequence, DecodeStep, Join, Leave
@@ -149,7 +150,7 @@ class DecodeService:
             case "abort" | "release":
                 self._let_go(key, epoch)
             case _:  # Prefill is not for this role
-                self._metrics.refused_total.add("unknown_command")
+                self._metrics.refused(RefusedKind.UNKNOWN_COMMAND)
 
     def inventory(self) -> scheduler_pb2.Inventory:
         return reports.inventory(self._rows.values(), self._reservations.ended(self._clock.monotonic()))
@@ -170,7 +171,7 @@ class DecodeService:
             self._report_reserved(key, epoch, held)
             return
         if key in self._rows or self._reservations.has_ended(key, now):
-            self._metrics.refused_total.add("late_reserve")
+            self._metrics.refused(RefusedKind.LATE_RESERVE)
             return
         try:
             spec = spec_from_wire(reserve.spec)
@@ -245,7 +246,7 @@ class DecodeService:
         if (row := self._rows.get(key)) is not None:
             return row
         has_ended = self._reservations.has_ended(key, self._clock.monotonic())
-        self._metrics.refused_total.add("late_transfer" if has_ended else "unknown_transfer")
+        self._metrics.refused(RefusedKind.LATE_TRANSFER if has_ended else RefusedKind.UNKNOWN_TRANSFER)
         return RejectCode.GONE if has_ended else RejectCode.UNKNOWN_TRANSFER
 
     def sign(self, row: HeldSequence) -> None:
@@ -255,7 +256,7 @@ class DecodeService:
     def take_first_token(self, row: HeldSequence, token: SampledToken, cached_tokens: int) -> RejectCode | None:
         """Token 1 goes to the reader at once; a repeat is accepted and changes nothing."""
         if row.first_token is not None or row.delivered:
-            self._metrics.refused_total.add("doubled_first_token")
+            self._metrics.refused(RefusedKind.DOUBLED_FIRST_TOKEN)
             return None
         if row.stage is Stage.ENDED:
             return row.reject_code
@@ -363,10 +364,10 @@ class DecodeService:
         if row is None or row.is_broken_off:
             raise ServingError(ErrorCode.REQUEST_NOT_FOUND, "the attempt is not held here")
         if not secrets.compare_digest(ticket, row.attach_ticket):
-            self._metrics.refused_total.add("bad_ticket")
+            self._metrics.refused(RefusedKind.BAD_TICKET)
             raise ServingError(ErrorCode.PERMISSION_DENIED, "the attach ticket is not of this attempt")
         if session < row.session:
-            self._metrics.refused_total.add("stale_session")
+            self._metrics.refused(RefusedKind.STALE_SESSION)
         row.read_from(from_index, reader, session)
 
     def ack(self, key: RequestKey, index: int, reader: TokenReader, session: int = 0) -> None:
@@ -375,7 +376,7 @@ class DecodeService:
         if row is None:
             return
         if not row.outbox.ack(index):
-            self._metrics.refused_total.add("late_ack")
+            self._metrics.refused(RefusedKind.LATE_ACK)
             return
         if row.stage is Stage.ENDED:
             self._report_done(row)
@@ -415,10 +416,10 @@ class DecodeService:
         """The row, if this reader has it: what a replaced reader or an older session says does not count."""
         row = self._rows.get(key)
         if row is None or row.reader is not reader:
-            self._metrics.refused_total.add("late_reader")
+            self._metrics.refused(RefusedKind.LATE_READER)
             return None
         if session < row.session:
-            self._metrics.refused_total.add("stale_session")
+            self._metrics.refused(RefusedKind.STALE_SESSION)
             return None
         return row
 

@@ -22,6 +22,7 @@ from shared.codec.request import key_to_wire, logprobs_to_wire
 from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Incarnation
+from shared.domain.refusals import RefusedKind
 from shared.kv.frame_plan import FramePlan
 from shared.kv.frames import MAX_UNACKNOWLEDGED_FRAMES, FrameHeader, FrameRange, RejectCode, payload_bytes
 from shared.kv.layout import KvLayout
@@ -168,7 +169,7 @@ class TransferSenders:
         except aio.AioRpcError as failed:
             refused = serving_error(failed)
             if refused.code in (ErrorCode.KV_CORRUPT, ErrorCode.STALE_ATTEMPT, ErrorCode.KV_TRANSFER_FAILED):
-                self._metrics.refused_total.add("handshake")
+                self._metrics.refused(RefusedKind.HANDSHAKE)
                 self._log.warning("handshake refused", peer=job.target.worker_id, reason=refused.message)
                 if refused.code is ErrorCode.KV_CORRUPT:
                     raise refused from failed

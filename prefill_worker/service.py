@@ -18,6 +18,7 @@ from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, RequestKey
 from shared.domain.lifecycle import deadline_exceeded
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import RequestSpec, SequenceState
 from shared.domain.worker import NO_WORK, Work
 from shared.engine.prefill_runner import AddPrompt, DropPrompt, PrefillCommand, PrefillStep
@@ -130,7 +131,7 @@ class PrefillService:
             case "abort" | "release":
                 self._let_go(key, epoch)
             case _:  # Reserve is not for this role
-                self._metrics.refused_total.add("unknown_command")
+                self._metrics.refused(RefusedKind.UNKNOWN_COMMAND)
 
     def inventory(self) -> scheduler_pb2.Inventory:
         held = [worker_events.inventory_entry(job.key, job.sequence_state) for job in self._jobs.values()]
@@ -157,7 +158,7 @@ class PrefillService:
             return
         now = self._clock.monotonic()
         if self._tombstones.find(key, now) is not None:
-            self._metrics.refused_total.add("late_prefill")
+            self._metrics.refused(RefusedKind.LATE_PREFILL)
             return
         try:
             spec = spec_from_wire(prefill.spec)

@@ -50,6 +50,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, RequestId
 from shared.domain.lifecycle import RetryRule, deadline_exceeded
 from shared.domain.lifecycle_events import WriteStep
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestState, Role, StoredRequest
 from shared.domain.worker import LossLimits
 
@@ -307,6 +308,9 @@ class SchedulerCore:
             case WriteStep.ADMITTED:
                 self._admission_written(entry, event, now)
             case WriteStep.PLACED:
+                if event.error is ErrorCode.STALE_ATTEMPT:  # nothing is commanded behind a newer scheduler's back
+                    self._emit(Resign(epoch_seen=self.epoch, reason="a newer scheduler has written the record"))
+                    return
                 if event.error is not None:
                     self._owed_placements.add(entry.request_id)
                 self._lives.feed(entry, events.PlacementWritten(attempt=event.attempt), now)
@@ -354,7 +358,7 @@ class SchedulerCore:
         self._owed_outcomes[stored.request_id] = stored
         if len(self._owed_outcomes) > self._limits.max_outcomes_owed:
             del self._owed_outcomes[next(iter(self._owed_outcomes))]
-            self._emit(Refused(kind="outcome_write"))
+            self._emit(Refused(kind=RefusedKind.OUTCOME_WRITE))
 
     def _rewritten(self, event: StateRewritten, now: float) -> None:
         for request_id in event.outcomes:

@@ -288,7 +288,7 @@ class Driver:
                 key = effect.key
                 self._log.info("requeued", request_id=key.request_id, attempt=key.attempt, reason=effect.reason)
             case Refused():
-                self._metrics.refused_total.add(effect.kind)
+                self._metrics.refused(effect.kind)
             case Wasted(waste=waste):
                 self._metrics.wasted_tokens.add(waste.num_tokens, cause=waste.cause.value, stage=waste.stage.value)
             case Noted():

@@ -39,6 +39,7 @@ from shared.domain import lifecycle_events as events
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestId, RequestKey, WorkerId
 from shared.domain.lifecycle import PLACED_STATES, RetryRule, Verdict
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import Outcome, RequestState, Role
 from shared.domain.worker import KvTarget, WorkerRef, WorkerState
 
@@ -131,11 +132,11 @@ class Lives:
     def feed(self, entry: Entry | None, event: events.Event, now: float) -> Verdict:
         """What somebody says of a request that may be unknown: late and doubled words are counted and dropped."""
         if entry is None:
-            self.emit(Refused(kind="unknown_request"))
+            self.emit(Refused(kind=RefusedKind.UNKNOWN_REQUEST))
             return Verdict.STALE
         verdict = self.advance(entry, event, now)
         if verdict is Verdict.IGNORED:
-            self.emit(Refused(kind="late_event"))
+            self.emit(Refused(kind=RefusedKind.LATE_EVENT))
         return verdict
 
     def advance(self, entry: Entry, event: events.Event, now: float) -> Verdict:
@@ -145,10 +146,10 @@ class Lives:
         except lifecycle.IllegalTransition as illegal:
             # The bug of a peer must not end the scheduler, with everyone else's requests.
             self.emit(Noted(what="illegal event", request_id=before.request_id, reason=str(illegal)))
-            self.emit(Refused(kind="illegal_event"))
+            self.emit(Refused(kind=RefusedKind.ILLEGAL_EVENT))
             return Verdict.STALE
         if step.verdict is Verdict.STALE:
-            self.emit(Refused(kind="stale_attempt"))
+            self.emit(Refused(kind=RefusedKind.STALE_ATTEMPT))
             return step.verdict
         entry.record = step.record
         if before.state is RequestState.QUEUED and step.record.state is not RequestState.QUEUED:
@@ -177,7 +178,7 @@ class Lives:
         """With the word of the budget, where it counts."""
         if not isinstance(event, events.AttemptFailed) or _is_loss(event) or self._budget.has_room(now):
             return self._rule
-        self.emit(Refused(kind="retry_budget"))
+        self.emit(Refused(kind=RefusedKind.RETRY_BUDGET))
         return replace(self._rule, has_budget=False)
 
     def _note_delivered(self, entry: Entry, now: float) -> None:
@@ -273,7 +274,7 @@ class Lives:
             self.emit(Tell(stream=stream, message=OutcomeTold(outcome=outcome)))
 
     def refuse(self, stream: StreamId, error: ServingError) -> None:
-        self.emit(Refused(kind=error.code.value.lower()))
+        self.emit(Refused(kind=error.code))
         self.emit(Tell(stream=stream, message=OutcomeTold(outcome=Outcome(state=RequestState.FAILED, error=error))))
 
     def tell_present_state(self, entry: Entry) -> None:

@@ -11,6 +11,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, RequestKey, TokenId, WorkerId
 from shared.domain.lifecycle import RequestRecord
 from shared.domain.lifecycle_events import WriteStep
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, SequenceState, StoredRequest
 from shared.domain.worker import NO_WORK, Capacity, KvTarget, Work, WorkerFacts
 
@@ -432,9 +433,9 @@ class RequestRequeued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """An input was dropped or a request not admitted; `kind` is a counter's label."""
+    """An input was dropped, or a request not admitted: count it."""
 
-    kind: str
+    kind: RefusedKind | ErrorCode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from shared.domain import lifecycle_events as events
 from shared.domain.errors import ServingError
 from shared.domain.ids import Epoch, RequestKey
 from shared.domain.lifecycle import RequestRecord, Verdict
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import Role, SequenceState
 from shared.domain.worker import NO_WORK, LossLimits, Work, WorkerChange, WorkerState
 
@@ -131,7 +132,7 @@ class WorkerSessions:
         other_role = Role.DECODE if worker.facts.role is Role.PREFILL else Role.PREFILL
         for other in self._fleet.of_role(other_role):
             if other.is_expected and other.facts.layout != worker.facts.layout:
-                self._lives.emit(Refused(kind="unlike_layout"))
+                self._lives.emit(Refused(kind=RefusedKind.UNLIKE_LAYOUT))
                 reason = f"never paired with {other.worker_id}"
                 self._lives.emit(Noted(what="unlike KV layout", worker_id=worker.worker_id, reason=reason))
 
@@ -172,7 +173,7 @@ class WorkerSessions:
         if worker.take_event(event.number):
             self._take_report(worker, event, now)
         else:
-            self._lives.emit(Refused(kind="duplicate_event"))
+            self._lives.emit(Refused(kind=RefusedKind.DUPLICATE_EVENT))
             worker.acked = min(worker.acked, event.number - 1)  # the acknowledgement was lost: say it again
         self.ack(worker)
 
@@ -268,7 +269,7 @@ class WorkerSessions:
         """The worker of a session that counts, now heard of. None for an older session, whose input is dropped."""
         worker = self._fleet.by_session(session)
         if worker is None:
-            self._lives.emit(Refused(kind="old_session"))
+            self._lives.emit(Refused(kind=RefusedKind.OLD_SESSION))
             return None
         worker.heard_at = now
         return worker

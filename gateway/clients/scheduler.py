@@ -12,6 +12,7 @@ from shared.codec.request import finish_reason_to_wire, outcome_from_wire, outco
 from shared.domain.clock import Clock
 from shared.domain.errors import ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, TokenId, WorkerId
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, RequestState
 from shared.obs.metrics import Metrics
 from shared.rpc.channels import ChannelPool
@@ -295,7 +296,7 @@ class SchedulerClient:
 
     def _accept_epoch(self, epoch: int) -> bool:
         if epoch < self._epoch:
-            self._metrics.refused_total.add("stale_epoch")
+            self._metrics.refused(RefusedKind.STALE_EPOCH)
             return False
         self._epoch = Epoch(epoch)
         return True

@@ -27,6 +27,7 @@ from shared.codec.request import (
 )
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Incarnation, RequestKey, TokenId
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import FinishReason
 from shared.domain.sampling import TokenLogprobs
 from shared.obs.logs import get_logger
@@ -328,7 +329,7 @@ class TokenStream:
                 for sequence in message.batch.sequences:
                     subscription = self._subscriptions.get(key_from_wire(sequence.key))
                     if subscription is None:
-                        self._metrics.refused_total.add("detached_tokens")
+                        self._metrics.refused(RefusedKind.DETACHED_TOKENS)
                     else:
                         subscription.receive(sequence)
             case "refused":

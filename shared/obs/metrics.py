@@ -17,6 +17,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from shared.domain.errors import ErrorCode
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import TERMINAL_STATES
 
 KV_BLOCKS = "firsttoken_kv_blocks"
@@ -137,7 +139,7 @@ class Metrics:
         self.requests_total = LabelledCounter(
             meter.create_counter(REQUESTS_TOTAL, description="Requests that have ended"), "outcome"
         )
-        self.refused_total = LabelledCounter(
+        self._refused_total = LabelledCounter(
             meter.create_counter(REFUSED_TOTAL, description="Late or fenced input that was dropped"), "kind"
         )
         self.ignored_fields = Counter(
@@ -222,6 +224,10 @@ class Metrics:
         self._prefix_cache_tokens.add("hit", num_hit)
         self._prefix_cache_tokens.add("miss", num_missed)
         self._prefix_cache_evictions.add(num_evicted)
+
+    def refused(self, kind: RefusedKind | ErrorCode) -> None:
+        """One input that was dropped, or one request that was not admitted."""
+        self._refused_total.add(kind.value.lower())
 
     def kv_transfers(self, *, transports: Iterable[str], fallback_reasons: Iterable[str]) -> None:
         """Call once, in prefill workers: bytes, fallbacks and exposed times count from 0."""

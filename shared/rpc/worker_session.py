@@ -19,6 +19,7 @@ from shared.aio.scope import spawn
 from shared.domain.clock import Clock
 from shared.domain.errors import ServingError
 from shared.domain.ids import Epoch, Incarnation, WorkerId
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import Role
 from shared.obs.metrics import Metrics
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -229,7 +230,7 @@ class WorkerSession:
         if not isinstance(down, scheduler_pb2.SessionDown):
             raise _SessionBroken("the scheduler closed the stream")
         if down.scheduler_epoch < self._highest_epoch:
-            self._metrics.refused_total.add("old_epoch")
+            self._metrics.refused(RefusedKind.STALE_EPOCH)
             raise _SessionBroken(f"epoch {down.scheduler_epoch} is below {self._highest_epoch}")
         self._highest_epoch = Epoch(down.scheduler_epoch)
         return down

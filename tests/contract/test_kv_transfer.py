@@ -8,12 +8,14 @@ import grpc
 import pytest
 
 from shared.domain.ids import BlockId, Incarnation, TransferId
+from shared.domain.refusals import RefusedKind
 from shared.engine.kv_digest import digest_layout
 from shared.kv.frames import RejectCode
 from shared.kv.memory import KvMemory
 from shared.rpc.errors import serving_error
 from shared.wire import common_pb2, kv_pb2, scheduler_pb2
 from tests.support.raw_sender import RawSender
+from tests.support.refusals import refused
 from tests.support.worker_pair import expected_ids, key_of, scripted_engine, scripted_spec, worker_pair
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -60,6 +62,7 @@ async def test_token_1_is_read_while_kv_moves_and_a_repeat_changes_nothing() -> 
         await gateway.ended(key)
 
         assert expected_ids(spec) == gateway.ids["r"]
+        assert {RefusedKind.DOUBLED_FIRST_TOKEN: 2} == refused(pair.decode.metrics)
 
 
 async def test_a_damaged_frame_fails_the_attempt() -> None:
@@ -78,6 +81,7 @@ async def test_a_damaged_frame_fails_the_attempt() -> None:
         failed = (await pair.scheduler.event("decode-0", key, "attempt_failed")).attempt_failed
         assert failed.error.code == "KV_CORRUPT"
         await pair.scheduler.idle("decode-0", 1024)
+        assert {RefusedKind.FRAME: 1} == refused(pair.decode.metrics)
         assert await sender.tell_first_token() is RejectCode.GONE
 
 
@@ -107,7 +111,7 @@ async def test_a_frame_whose_segment_was_given_up_is_late(transport: str, has_ne
         (held,) = await again.held()
 
         assert (held.token_start, held.token_end) == (0, 32)
-        assert b'firsttoken_refused_total{kind="late_frame"} 1.0' in pair.decode.metrics.render()
+        assert {RefusedKind.LATE_FRAME: 1} == refused(pair.decode.metrics)
         await again.send(sender.frames[2:])
         assert await sender.tell_first_token() is None
         gateway = await pair.gateway()
@@ -135,7 +139,7 @@ async def test_a_segment_that_cannot_be_used_is_refused_before_any_frame(transpo
         await gateway.ended(key_of("r"))
 
         assert expected_ids(spec) == gateway.ids["r"]
-        assert b'firsttoken_refused_total{kind="staging"} 3.0' in pair.decode.metrics.render()
+        assert {RefusedKind.STAGING: 3} == refused(pair.decode.metrics)
 
 
 async def test_a_frame_outside_the_prompt_fails_the_attempt() -> None:
@@ -151,6 +155,7 @@ async def test_a_frame_outside_the_prompt_fails_the_attempt() -> None:
 
         assert await push.rejected() is RejectCode.BAD_RANGE
         await pair.scheduler.event("decode-0", key_of("r"), "attempt_failed")
+        assert {RefusedKind.FRAME: 1} == refused(pair.decode.metrics)
 
 
 async def test_what_comes_after_the_end_is_refused_as_gone() -> None:
@@ -168,7 +173,7 @@ async def test_what_comes_after_the_end_is_refused_as_gone() -> None:
         late = await sender.open()
         assert await late.rejected() is RejectCode.GONE
         assert await sender.tell_first_token() is RejectCode.GONE
-        assert b'firsttoken_refused_total{kind="late_transfer"} 2.0' in pair.decode.metrics.render()
+        assert {RefusedKind.LATE_TRANSFER: 2} == refused(pair.decode.metrics)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +204,8 @@ async def test_strangers_are_refused(change: str, expected: RejectCode) -> None:
 
         assert await push.rejected() is expected
         assert await sender.tell_first_token() is expected
-        kind = "unknown_transfer" if change == "request" else "transfer"
-        assert f'firsttoken_refused_total{{kind="{kind}"}} 2.0'.encode() in pair.decode.metrics.render()
+        kind = RefusedKind.UNKNOWN_TRANSFER if change == "request" else RefusedKind.TRANSFER
+        assert {kind: 2} == refused(pair.decode.metrics)
         assert (await pair.release("decode-0", key_of("r"), abort=True)).blocks_freed > 0
 
 
@@ -219,6 +224,7 @@ async def test_another_start_of_the_sender_cannot_take_a_transfer_over() -> None
         assert await again.rejected() is RejectCode.STALE_INCARNATION
         await push.call.write(sender.message(1, sender.frames[0]))
         assert await push.rejected() is RejectCode.STALE_INCARNATION
+        assert {RefusedKind.TRANSFER: 1, RefusedKind.FRAME: 1} == refused(pair.decode.metrics)
 
 
 async def test_a_broken_stream_is_opened_again_and_only_the_rest_is_sent() -> None:
@@ -257,7 +263,7 @@ async def test_a_doubled_frame_is_acknowledged_counted_and_not_written() -> None
         await push.send(sender.frames[:1])
         await push.call.write(sender.message(2, sender.frames[0], flip=True))
         assert 2 == (await push.down()).ack.upto
-        assert b'firsttoken_refused_total{kind="doubled_frame"} 1.0' in pair.decode.metrics.render()
+        assert {RefusedKind.DOUBLED_FRAME: 1} == refused(pair.decode.metrics)
         await push.send(sender.frames[1:], first_number=3)
         assert await sender.tell_first_token() is None
         gateway = await pair.gateway()
@@ -280,6 +286,7 @@ async def test_a_newer_stream_replaces_one_that_is_still_open() -> None:
 
         assert await first.rejected() is RejectCode.UNKNOWN_TRANSFER
         await second.send(sender.frames[:1])
+        assert {RefusedKind.FRAME: 1} == refused(pair.decode.metrics)
 
 
 class SlowMemory(KvMemory):
@@ -371,3 +378,4 @@ async def test_unlike_layouts_are_refused_at_the_handshake() -> None:
             assert expected == serving_error(caught.value).message
         push = await sender.open()
         assert await push.rejected() is RejectCode.NO_HANDSHAKE
+        assert {RefusedKind.HANDSHAKE: 2, RefusedKind.TRANSFER: 1} == refused(pair.decode.metrics)

@@ -3,7 +3,9 @@
 import pytest
 
 from shared.domain.ids import RequestKey
+from shared.domain.refusals import RefusedKind
 from shared.wire import common_pb2, scheduler_pb2
+from tests.support.refusals import refused
 from tests.support.worker_pair import (
     EPOCH,
     FakeGateway,
@@ -387,7 +389,7 @@ async def test_a_scheduler_of_an_older_epoch_is_refused() -> None:
 
         assert [hello.scheduler_epoch for hello in scheduler.hellos[2:4]] == [EPOCH, EPOCH]
         assert reserved.scheduler_epoch == EPOCH + 1
-        assert b'firsttoken_refused_total{kind="old_epoch"} 1.0' in pair.decode.metrics.render()
+        assert {RefusedKind.STALE_EPOCH: 1} == refused(pair.decode.metrics)
 
 
 async def test_a_worker_that_is_told_to_stop_finishes_what_it_has() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shared.domain.refusals import RefusedKind
 from tests.support import leaks
 from tests.support.chat import ask
 from tests.support.cluster import STOP_TIMEOUT_S, Cluster, ClusterPlan
@@ -78,7 +79,7 @@ async def test_unlike_workers_are_never_paired(plan: ClusterPlan, unlike: Mappin
             assert expected == await answers(cluster, plan)
             (scheduler,) = await cluster.role_metrics("scheduler")
             # Once a session: a worker that had to dial again is told again.
-            assert scheduler.total("firsttoken_refused_total", kind="unlike_layout") >= len(unlike)
+            assert scheduler.total("firsttoken_refused_total", kind=RefusedKind.UNLIKE_LAYOUT) >= len(unlike)
             assert cluster.log_folder is not None
             log = (cluster.log_folder / "scheduler-0.log").read_text()
             told = [line for line in log.splitlines() if "unlike KV layout" in line]

@@ -5,6 +5,7 @@
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,16 +84,14 @@ from shared.domain.worker import Capacity, KvTarget, LossLimits, Work, WorkerFac
 FOLDER = Path(__file__).parent / "scheduler"
 TRANSCRIPTS = sorted(FOLDER.glob("*.txt"))
 SEPARATOR = "----"
+LIMITS = CoreLimits(max_queued_requests=3, max_queued_prompt_tokens=1000, loss=LossLimits(), gateway_grace_s=5.0)
 
 
 class Runner:
     """Plays one transcript."""
 
     def __init__(self) -> None:
-        limits = CoreLimits(
-            max_queued_requests=3, max_queued_prompt_tokens=1000, loss=LossLimits(), gateway_grace_s=5.0
-        )
-        self.core = SchedulerCore(limits, Epoch(100))
+        self.core = SchedulerCore(LIMITS, Epoch(100))
         self.now = 0.0
         self.last_id = 0
         self.sessions: dict[str, SessionId] = {}
@@ -107,6 +106,7 @@ class Runner:
         options = dict(word.split("=", 1) for word in words if "=" in word)
         plain = [word for word in words if "=" not in word]
         commands: dict[str, Callable[[list[str], dict[str, str]], Iterable[CoreEvent]]] = {
+            "limits": self.limits,
             "adopt": self.adopt,
             "worker": self.worker,
             "start": self.start,
@@ -127,6 +127,12 @@ class Runner:
             shown += [self.show(effect) for effect in self.core.step(event, self.now)]
         self.core.waiting.check()
         return shown
+
+    def limits(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
+        """`limits retry_floor=1`, as the first command: bounds that are not the usual ones."""
+        changed = {name: int(value) for name, value in options.items()}
+        self.core = SchedulerCore(replace(LIMITS, **changed), Epoch(100))  # pyright: ignore[reportArgumentType]
+        return []
 
     def adopt(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
         """`adopt a queued b/2 placing:p0:d0 c queued+session`: what the store knows, oldest first."""
@@ -237,8 +243,9 @@ class Runner:
         return [Written(request_id=key.request_id, attempt=key.attempt, step=WriteStep(plain[1]), error=error)]
 
     def report(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
+        """The next one of this worker; `again`: its last one once more, under its number."""
         name, key, kind = plain[0], _key(plain[1]), plain[2]
-        self.numbers[name] += 1
+        self.numbers[name] += "again" not in plain
         reports: dict[str, WorkerReport] = {
             "reserved": ReservedTold(
                 target=KvTarget(
@@ -330,7 +337,7 @@ class Runner:
             case CloseStream():
                 return f"close-stream {self.names[effect.stream]}"
             case Refused():
-                return f"count {effect.kind}"
+                return f"count {effect.kind.value.lower()}"
             case Noted():
                 return " ".join(
                     ["note", effect.what, effect.worker_id or effect.request_id or "", effect.reason]

@@ -54,6 +54,7 @@ from scheduler.messages import (
 )
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, TokenId
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import CancelReason, FinishReason, RequestSpec, Role, SequenceState, StoredRequest
 from shared.domain.sampling import SamplingParams
 from shared.domain.worker import LossLimits
@@ -122,7 +123,7 @@ class World:
             case RequestReleased():
                 self.released.append(effect.request_id)
             case Refused():
-                assert effect.kind not in ("illegal_event", "old_session"), effect.kind
+                assert effect.kind not in (RefusedKind.ILLEGAL_EVENT, RefusedKind.OLD_SESSION), effect.kind
             case Noted() | RequestRequeued() | Wasted():
                 pass
             case Resign():

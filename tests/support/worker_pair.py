@@ -15,7 +15,7 @@ from decode_worker.config import DecodeConfig
 from prefill_worker import worker as prefill
 from prefill_worker.config import PrefillConfig
 from shared.aio.scope import spawn, stop_when
-from shared.codec.request import key_to_wire, spec_to_wire
+from shared.codec.request import key_from_wire, key_to_wire, spec_to_wire
 from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId
 from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
@@ -178,22 +178,30 @@ class FakeGateway:
         self.refused: list[decode_pb2.AttachRefused] = []
         self.num_batches = 0
         self.acks_at_once = True
+        self.session = 0
         self._writing = asyncio.Lock()
         self._changed = asyncio.Condition()
 
     async def attach(self, key: RequestKey, ticket: bytes, from_index: int = 1, session: int = 0) -> None:
-        """Read the attempt from here on."""
+        """Read the attempt from here on. What is said later is of the highest session so far."""
+        self.session = max(self.session, session)
         attach = decode_pb2.Attach(key=key_to_wire(key), from_index=from_index, ticket=ticket, session=session)
         await self._up(attach=attach)
 
-    async def ack(self, key: RequestKey, index: int) -> None:
+    async def ack(self, key: RequestKey, index: int, *, session: int | None = None) -> None:
         """Tokens 1..index are delivered."""
-        await self._up(ack=decode_pb2.TokenAck(key=key_to_wire(key), index=index))
+        session = self.session if session is None else session
+        await self._up(ack=decode_pb2.TokenAck(key=key_to_wire(key), index=index, session=session))
 
-    async def finish(self, key: RequestKey, index: int) -> None:
+    async def finish(self, key: RequestKey, index: int, *, session: int | None = None) -> None:
         """A stop string was found."""
         await self._up(
-            finish=decode_pb2.Finish(key=key_to_wire(key), index=index, reason=common_pb2.FINISH_REASON_STOP)
+            finish=decode_pb2.Finish(
+                key=key_to_wire(key),
+                index=index,
+                reason=common_pb2.FINISH_REASON_STOP,
+                session=self.session if session is None else session,
+            )
         )
 
     async def until(self, is_met: Callable[[], bool]) -> None:
@@ -217,7 +225,7 @@ class FakeGateway:
                 self._changed.notify_all()
             if self.acks_at_once:
                 for part in down.batch.sequences:
-                    await self._up(ack=decode_pb2.TokenAck(key=part.key, index=part.first_index + len(part.ids) - 1))
+                    await self.ack(key_from_wire(part.key), part.first_index + len(part.ids) - 1)
 
     def _take(self, down: decode_pb2.TokensDown) -> None:
         if down.WhichOneof("message") == "refused":

@@ -1,3 +1,4 @@
+from shared.domain.refusals import RefusedKind
 from shared.obs.metrics import Metrics
 
 
@@ -32,7 +33,7 @@ def test_worker_series_have_exactly_their_names_and_labels() -> None:
     metrics.tokens_computed.add(5)
     metrics.tokens_computed.add(6)
     metrics.step_sequences.record(3)
-    metrics.refused_total.add("stale_epoch")
+    metrics.refused(RefusedKind.STALE_EPOCH)
     metrics.prefix_looked_up(num_hit=32, num_missed=9, num_evicted=1)
     metrics.prefix_looked_up(num_hit=0, num_missed=7, num_evicted=2)
 

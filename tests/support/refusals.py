@@ -1,0 +1,33 @@
+"""What has been refused and counted, by kind (`shared.domain.refusals`)."""
+
+from collections import Counter
+
+from shared.domain.refusals import RefusedKind
+from shared.obs.metrics import REFUSED_TOTAL, Metrics
+from tests.support.cluster import Cluster
+from tests.support.metrics import Scrape, parse
+from tests.support.polling import eventually
+
+
+def refused(source: Metrics | Scrape) -> dict[str, int]:
+    """Kind -> count of one process; a `RefusedKind` is such a key."""
+    scraped = parse(source.render().decode()) if isinstance(source, Metrics) else source
+    return {kind: int(count) for kind, count in scraped.by(REFUSED_TOTAL, "kind").items()}
+
+
+async def until_refused(metrics: Metrics, kind: RefusedKind, count: int = 1) -> None:
+    """Waits until a process of this test has counted so many. Raises AssertionError if it does not."""
+
+    async def now() -> dict[str, int]:
+        return refused(metrics)
+
+    await eventually(now, lambda counts: counts.get(kind, 0) >= count, within_s=60.0, what=f"{count} {kind.value}")
+
+
+async def refused_by_role(cluster: Cluster) -> dict[str, Counter[str]]:
+    """Role -> kind -> count, of the processes that run now."""
+    status = await cluster.status()
+    counts: dict[str, Counter[str]] = {}
+    for service in status.services:
+        counts.setdefault(service.role, Counter()).update(refused(await cluster.metrics(service)))
+    return counts
