@@ -14,19 +14,21 @@ from tests.support.redis_server import CALL_S, RedisServer
 
 
 @pytest.fixture(scope="session", params=["valkey", "redis-server"])
-def shared_valkey(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[RedisServer]:
-    """One real server for all tests of the store; a test that stops it starts it again.
+def store_binary(request: pytest.FixtureRequest) -> Path | None:
+    """Our own Valkey (None), then Debian's Redis, which scripts/install_test_packages.sh brings."""
+    if request.param == "valkey":
+        return None
+    found = shutil.which("redis-server")
+    if found is None:
+        pytest.skip("no redis-server on the path: scripts/install_test_packages.sh")
+    return Path(found)
 
-    Each test runs on our own Valkey, then on Debian's Redis, which scripts/install_test_packages.sh brings.
-    """
-    binary = None
-    if request.param == "redis-server":
-        found = shutil.which("redis-server")
-        if found is None:
-            pytest.skip("no redis-server on the path: scripts/install_test_packages.sh")
-        binary = Path(found)
+
+@pytest.fixture(scope="session")
+def shared_valkey(store_binary: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Generator[RedisServer]:
+    """One real server for all tests of the store; a test that stops it starts it again."""
     # Not one from the range of outgoing connections: one of those could take it while the server is stopped.
-    server = RedisServer(ports.gateway_port(), Path(tmp_path_factory.mktemp("store")), binary=binary)
+    server = RedisServer(ports.gateway_port(), Path(tmp_path_factory.mktemp("store")), binary=store_binary)
     server.start()
     yield server
     server.stop()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from scheduler.__main__ import Replaced, main
 from scheduler.config import SchedulerConfig
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import CancelReason, RequestState, StoredRequest
 from shared.process import Process, RealClock
 from shared.rpc.channels import ChannelPool
@@ -24,14 +26,16 @@ from shared.state.keys import CANCEL_CHANNEL, EPOCH, LEASE
 from shared.state.leadership import Leadership, SchedulerLocation
 from shared.state.requests import RequestStore
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from tests.support.cancelled_calls import cancel_many, make_small
 from tests.support.redis_server import CALL_S
+from tests.support.refusals import refused
 from tests.support.scheduler_peers import ANSWER_S, FakeGateway, FakeWorker, make_spec, serve_stream, worker_session
 
 
 @pytest.fixture
-def valkey(tmp_path: Path) -> Generator[EmbeddedValkey]:
+def valkey(store_binary: Path | None, tmp_path: Path) -> Generator[EmbeddedValkey]:
     """A store of this test's own."""
-    server = EmbeddedValkey(0, tmp_path)
+    server = EmbeddedValkey(0, tmp_path, binary=store_binary)
     server.start()
     yield server
     server.stop()
@@ -192,6 +196,30 @@ async def test_cancel_by_exactly_the_id_and_by_its_own_client(valkey: EmbeddedVa
             await ten.expect("outcome")
 
 
+async def test_cancelled_control_streams(
+    valkey: EmbeddedValkey, client: StateClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CAN-05: two hundred streams of one request, each cancelled once it has been told, with room for eight at once."""
+    make_small(monkeypatch)
+    async with running(valkey, client) as (_, address, _), peers(address) as (channel, prefill, decode):
+        await started(channel, prefill, decode)
+        async with serve_stream(channel, make_spec()) as gateway:
+            await admitted(gateway)
+            await decode.reserve()
+            await prefill.command()
+            await gateway.expect("placed")
+
+        async def look() -> None:
+            async with serve_stream(channel, make_spec(), last_attempt_seen=1) as again:
+                await again.expect("placed")
+
+        await cancel_many("/firsttoken.v1.Scheduler/Serve", look)
+        async with serve_stream(channel, make_spec(), last_attempt_seen=1) as last:
+            await last.expect("placed")
+            await last.cancel()
+            await last.expect("outcome")
+
+
 async def test_a_replaced_scheduler_ends(valkey: EmbeddedValkey, client: StateClient) -> None:
     """Another one took the lease: exit code 1, by an exception that says so."""
     with pytest.RaisesGroup(Replaced, flatten_subgroups=True):
@@ -199,6 +227,74 @@ async def test_a_replaced_scheduler_ends(valkey: EmbeddedValkey, client: StateCl
             await client.call("HSET", LEASE, "holder", "1", "address", "elsewhere:1", "epoch", "99")
             await client.call("SET", EPOCH, "9999999999999999")
             await task
+
+
+async def test_words_that_come_late_twice_or_from_nowhere(valkey: EmbeddedValkey, client: StateClient) -> None:
+    """Each is counted, the answer is what it is without them, and its record too."""
+    key = common_pb2.RequestKey(request_id="r1", attempt=1)
+    later = common_pb2.RequestKey(request_id="r1", attempt=5)
+    done = scheduler_pb2.SequenceDone(finish_reason=common_pb2.FINISH_REASON_STOP, completion_tokens=4)
+    false = scheduler_pb2.SequenceDone(finish_reason=common_pb2.FINISH_REASON_LENGTH, completion_tokens=9)
+    async with running(valkey, client) as (process, address, _), peers(address) as (channel, prefill, decode):
+        await started(channel, prefill, decode)
+        async with serve_stream(channel, make_spec()) as gateway:
+            await admitted(gateway)
+            await prefill.report(key, prefill_done=scheduler_pb2.PrefillDone())  # nobody has asked it to
+            await decode.reserve()
+            await prefill.command()
+            await gateway.expect("placed")
+            await decode.report(later, sequence_done=false)
+            await decode.report(common_pb2.RequestKey(request_id="nobody", attempt=1), sequence_done=false)
+            number = await decode.report(key, kv_committed=scheduler_pb2.KvCommitted())
+            await decode.report(key, number=number, sequence_done=false)
+            await decode.report(key, kv_committed=scheduler_pb2.KvCommitted())
+            await decode.report(key, sequence_done=done)
+            outcome = (await gateway.expect("outcome")).outcome
+            await decode.report(key, sequence_done=false)
+            assert "release" == (await decode.command()).WhichOneof("command")
+            await decode.wait_acked(await decode.report(key, preempted=scheduler_pb2.Preempted()))
+        assert (scheduler_pb2.OUTCOME_KIND_FINISHED, done.finish_reason) == (outcome.kind, outcome.finish_reason)
+        stored = await RequestStore(client).load(RequestId("r1"))
+        assert stored is not None
+        assert (RequestState.FINISHED, 4) == (stored.state, stored.completion_tokens)
+        assert {
+            RefusedKind.ILLEGAL_EVENT: 1,
+            RefusedKind.STALE_ATTEMPT: 1,
+            RefusedKind.UNKNOWN_REQUEST: 1,
+            RefusedKind.DUPLICATE_EVENT: 1,
+            RefusedKind.LATE_EVENT: 3,
+        } == refused(process.metrics)
+
+
+async def test_a_replaced_scheduler_commands_nothing(valkey: EmbeddedValkey, client: StateClient) -> None:
+    """It stood still, and its records are another's: the store refuses its placement, no worker hears of it, it ends."""
+    with pytest.RaisesGroup(Replaced, flatten_subgroups=True):
+        async with running(valkey, client) as (_, address, task), peers(address) as (channel, prefill, decode):
+            await started(channel, prefill, decode)
+            async with serve_stream(channel, make_spec("first", prompt=150)) as gateway:
+                await admitted(gateway)
+                await decode.reserve()
+                await gateway.expect("placed")
+                async with serve_stream(channel, make_spec("second", prompt=150)) as waiting:
+                    await admitted(waiting)
+                    newer = await _written_by_a_newer_one(client, RequestId("second"))
+                    await gateway.cancel()
+                    assert "prefill" == (await prefill.command()).WhichOneof("command")
+                    for worker in (prefill, decode):
+                        await worker.release("abort", blocks_freed=10)
+                    await decode.wait_closed()
+                    await asyncio.wait([task])
+    assert newer == await RequestStore(client).load(RequestId("second"))
+
+
+async def _written_by_a_newer_one(client: StateClient, request_id: RequestId) -> StoredRequest:
+    """As its taking over does."""
+    store = RequestStore(client)
+    stored = await store.load(request_id)
+    assert stored is not None
+    newer = replace(stored, epoch=Epoch(stored.epoch + 1))
+    await store.rewrite(newer)
+    return newer
 
 
 async def test_a_store_that_refuses_writes_ends_nothing(valkey: EmbeddedValkey, client: StateClient) -> None:
