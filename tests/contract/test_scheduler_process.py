@@ -268,6 +268,7 @@ async def test_words_that_come_late_twice_or_from_nowhere(valkey: EmbeddedValkey
 
 async def test_a_replaced_scheduler_commands_nothing(valkey: EmbeddedValkey, client: StateClient) -> None:
     """It stood still, and its records are another's: the store refuses its placement, no worker hears of it, it ends."""
+    newer: StoredRequest | None = None
     with pytest.RaisesGroup(Replaced, flatten_subgroups=True):
         async with running(valkey, client) as (_, address, task), peers(address) as (channel, prefill, decode):
             await started(channel, prefill, decode)
@@ -284,6 +285,7 @@ async def test_a_replaced_scheduler_commands_nothing(valkey: EmbeddedValkey, cli
                         await worker.release("abort", blocks_freed=10)
                     await decode.wait_closed()
                     await asyncio.wait([task])
+    assert newer is not None
     assert newer == await RequestStore(client).load(RequestId("second"))
 
 
