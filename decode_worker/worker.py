@@ -86,6 +86,7 @@ async def run_worker(process: Process, config: DecodeConfig, engine: Engine) -> 
         server = await stack.enter_async_context(
             serve(add_servicers, host=config.host, port=config.port, token=token, services=SERVICES)
         )
+        process.metrics.open_calls(lambda: server.num_calls)
         session = WorkerSession(
             identity=WorkerIdentity(
                 role=Role.DECODE,

@@ -53,6 +53,7 @@ async def main(process: Process, config: SchedulerConfig) -> None:
             token=config.cluster_token.get_secret_value(),
             services=(SERVICE_NAME,),
         ) as server:
+            process.metrics.open_calls(lambda: server.num_calls)
             leadership = Leadership(client, process.clock)
             keeper = LeaseKeeper(
                 leadership,

@@ -102,6 +102,7 @@ class Process:
         sock = bind(host, port)
         bound_host, bound_port = sock.getsockname()[:2]
         self.admin_address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
+        self.metrics.tasks(lambda: len(asyncio.all_tasks()))
         async with self._admin.serve(sock):
             self.log.info("admin pages", url=self.admin_url)
             await body()

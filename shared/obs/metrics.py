@@ -31,6 +31,8 @@ TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"  # OpenTelemetry's own
 REFUSED_TOTAL = "firsttoken_refused_total"
 ACTIVE_STREAMS = "firsttoken_active_streams"
 OUTBOX_TOKENS = "firsttoken_outbox_tokens"
+TASKS = "firsttoken_tasks"
+OPEN_CALLS = "firsttoken_open_calls"
 PREFIX_CACHE_TOKENS_TOTAL = "firsttoken_prefix_cache_tokens_total"
 PREFIX_CACHE_EVICTIONS_TOTAL = "firsttoken_prefix_cache_evictions_total"
 REQUEUES_TOTAL = "firsttoken_requeues_total"
@@ -258,6 +260,14 @@ class Metrics:
         self.replayed_tokens.add(0)
         labels = {"role": self.role, "worker": self.name}
         self._gauge(SEQUENCES, "Sequences of a worker", provider, labels, "state")
+
+    def tasks(self, provider: Callable[[], int]) -> None:
+        """Tasks of the event loop. Call once."""
+        self._gauge(TASKS, "Tasks of the event loop", lambda: {"": provider()}, {}, None)
+
+    def open_calls(self, provider: Callable[[], int]) -> None:
+        """Calls that the process serves to others. Call once, where there is a server."""
+        self._gauge(OPEN_CALLS, "gRPC calls being served", lambda: {"": provider()}, {}, None)
 
     def outbox_tokens(self, provider: Callable[[], int]) -> None:
         """Tokens computed and not yet acknowledged. Call once."""

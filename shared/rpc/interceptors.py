@@ -70,6 +70,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def num_running(self) -> int:
+        """Handlers that have not ended."""
+        return self._num_running
+
     async def wait_until_idle(self) -> None:
         """Until no handler runs."""
         await self._idle.wait()

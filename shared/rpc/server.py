@@ -41,10 +41,18 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
 class RunningServer:
     """A started server. `address` is the host:port that others dial."""
 
-    def __init__(self, address: str, health: HealthServicer, services: Sequence[str]) -> None:
+    def __init__(
+        self, address: str, health: HealthServicer, services: Sequence[str], handlers: ErrorInterceptor
+    ) -> None:
         self.address = address
+        self._handlers = handlers
         self._health = health
         self._services = ("", *services)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls whose handlers have not ended; one whose client has gone counts until then."""
+        return self._handlers.num_running
 
     async def set_serving(self, serving: bool) -> None:
         """What gRPC health answers, for the server and each of its services."""
@@ -79,7 +87,7 @@ async def serve(
     add_servicers(server)
     literal = f"[{host}]" if ":" in host else host
     bound_port = server.add_insecure_port(f"{literal}:{port}")
-    running = RunningServer(f"{literal}:{bound_port}", health, services)
+    running = RunningServer(f"{literal}:{bound_port}", health, services, errors)
     await running.set_serving(False)
     await server.start()
     try:

@@ -30,6 +30,8 @@ def test_worker_series_have_exactly_their_names_and_labels() -> None:
     metrics = Metrics("decode", "decode-0")
     metrics.kv_blocks(lambda: {"free": 3, "active": 1})
     metrics.outbox_tokens(lambda: 7)
+    metrics.tasks(lambda: 12)
+    metrics.open_calls(lambda: 2)
     metrics.tokens_computed.add(5)
     metrics.tokens_computed.add(6)
     metrics.step_sequences.record(3)
@@ -40,6 +42,7 @@ def test_worker_series_have_exactly_their_names_and_labels() -> None:
     assert sorted(lines_of(metrics)) == [
         'firsttoken_kv_blocks{role="decode",state="active",worker="decode-0"} 1.0',
         'firsttoken_kv_blocks{role="decode",state="free",worker="decode-0"} 3.0',
+        "firsttoken_open_calls 2.0",
         'firsttoken_outbox_tokens{worker="decode-0"} 7.0',
         'firsttoken_prefix_cache_evictions_total{role="decode"} 3.0',
         'firsttoken_prefix_cache_tokens_total{result="hit"} 32.0',
@@ -47,6 +50,7 @@ def test_worker_series_have_exactly_their_names_and_labels() -> None:
         'firsttoken_refused_total{kind="stale_epoch"} 1.0',
         'firsttoken_step_sequences_count{role="decode"} 1.0',
         'firsttoken_step_sequences_sum{role="decode"} 3.0',
+        "firsttoken_tasks 12.0",
         'firsttoken_tokens_computed_total{role="decode"} 11.0',
     ]
 

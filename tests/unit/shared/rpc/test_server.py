@@ -74,7 +74,9 @@ async def test_end_cuts_endless_streams() -> None:
         channel = grpc.aio.insecure_channel(running.address)
         call = decode_pb2_grpc.DecodeStub(channel).Tokens(metadata=(("firsttoken-token", "secret"),))
         await servicer.has_started.wait()
+        assert 1 == running.num_calls
 
+    assert 0 == running.num_calls
     assert servicer.was_cancelled
     assert grpc.StatusCode.OK != await call.code()
     await channel.close()
