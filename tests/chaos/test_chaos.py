@@ -1,19 +1,26 @@
 """Everything breaks at random moments, by a seed. Each request has one end, no answer is wrong, nothing leaks."""
 
+import asyncio
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support import chaos_run, chaos_schedule, chaos_verdict
+from tests.support.chaos_figures import Figures
 from tests.support.chaos_schedule import Schedule
 
 RUN_S = 240.0  # of a long run: long enough for faults to meet, short enough to be looked at
 SHORT_RUN_S = 40.0
 SHORT_SEEDS = (1, 2)  # odd ones bring KV by shared memory, even ones by grpc
+# With all that is before and after it: both fit into the three minutes that a part of `make test` may take.
+SHORT_LIMIT_S = 90.0
 MODEL_LOAD = 0.2  # two cores compute some 100 tokens a second
 # Set-up, the last answers, and the wait for what was killed last.
-OVERHEAD_S = 300.0
+OVERHEAD_S = 400.0
 
 
 def is_model(config: pytest.Config) -> bool:
@@ -21,11 +28,18 @@ def is_model(config: pytest.Config) -> bool:
     return bool(config.getoption("--chaos-model", default=False))
 
 
+def is_short(config: pytest.Config) -> bool:
+    """Nothing was asked for: what `make test` runs."""
+    return config.getoption("--chaos-minutes", default=None) is None and (
+        config.getoption("--chaos-seed", default=None) is None
+    )
+
+
 def schedules(config: pytest.Config) -> list[Schedule]:
     """The short runs of the test suite, or what was asked for."""
     load = MODEL_LOAD if is_model(config) else 1.0
     minutes, seed = config.getoption("--chaos-minutes", default=None), config.getoption("--chaos-seed", default=None)
-    if minutes is None and seed is None:
+    if is_short(config):
         return [chaos_schedule.plan(seed, SHORT_RUN_S, load=load) for seed in SHORT_SEEDS]
     left_s, seed = float(round(60.0 * (minutes or SHORT_RUN_S / 60.0))), seed or 1
     found: list[Schedule] = []
@@ -44,29 +58,58 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.timeout(RUN_S + OVERHEAD_S)
 async def test_one_end_for_each_request_and_nothing_lost_wrong_or_leaked(
-    schedule: Schedule, with_model: bool, tmp_path: Path
+    schedule: Schedule, limit_s: float | None, with_model: bool, figures: list[Figures], tmp_path: Path
 ) -> None:
-    """Workers and scheduler are killed and stopped, links cut and slowed, Redis taken away, clients leave."""
+    """Workers, schedulers and gateways are killed, stopped and drained, links cut and slowed, Redis taken away."""
+    if with_model:  # the choices of one question have a seed each
+        schedule = replace(schedule, questions=tuple(replace(each, num_choices=1) for each in schedule.questions))
     with chaos_verdict.schedule_shown_if_it_fails(schedule):
-        async with chaos_run.stage(schedule, tmp_path, is_scripted=not with_model) as stage:
+        limit = asyncio.timeout(limit_s)
+        try:
+            async with limit:
+                run = await _run(schedule, tmp_path, with_model=with_model)
+        except TimeoutError:
+            assert not limit.expired(), f"a short run takes at most {limit_s} s, all in all; logs: {tmp_path}"
+            raise
+    chaos_verdict.show(schedule, run)
+    figures.append(run)
+
+
+async def _run(schedule: Schedule, folder: Path, *, with_model: bool) -> Figures:
+    async with chaos_run.stage(schedule, folder, is_scripted=not with_model) as stage:
+        with _logs_kept_if_it_fails(stage.log_folder, folder / "logs"):
             if with_model:
                 answers = await chaos_run.model_answers(stage.cluster, schedule)
             else:
                 answers = chaos_run.scripted_answers(schedule)
             done = await chaos_run.play(stage, schedule, answers)
             problems, figures = chaos_verdict.judge(done)
-            if problems:
-                shutil.copytree(done.log_folder, tmp_path / "logs")
-        assert not problems, "\n".join(
-            [again(schedule, with_model=with_model), f"logs and transcripts: {tmp_path}", *problems]
-        )
-    chaos_verdict.show(schedule, figures)
+            assert not problems, "\n".join(
+                [again(schedule, with_model=with_model), f"logs and transcripts: {folder}", *problems]
+            )
+    return figures
+
+
+@contextmanager
+def _logs_kept_if_it_fails(logs: Path, kept: Path) -> Generator[None]:
+    """Beside the transcripts: the folder of a run is gone with it, or by the tenth run after it."""
+    try:
+        yield
+    except BaseException:
+        shutil.copytree(logs, kept)
+        raise
 
 
 @pytest.fixture
 def with_model(request: pytest.FixtureRequest) -> bool:
     """The default model in place of the scripted answers."""
     return is_model(request.config)
+
+
+@pytest.fixture
+def limit_s(request: pytest.FixtureRequest) -> float | None:
+    """Of what `make test` runs."""
+    return SHORT_LIMIT_S if is_short(request.config) else None
 
 
 def again(schedule: Schedule, *, with_model: bool) -> str:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tests.support.chaos_client import End, Seen
-from tests.support.chaos_schedule import Fault, FaultKind, Question
+from tests.support.chaos_load import STALL_TIMEOUT_S, Question
+from tests.support.chaos_schedule import Fault, FaultKind
 
 CONNECTION_CUT = "(cut)"
 """Stands for a code where a connection ended without a word."""
@@ -27,7 +28,7 @@ class Need(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`target` is the beginning of a process's name, empty for Redis and links. `aftermath_s` counts from a fault's end."""
+    """`target` is the beginning of a process's name, empty for Redis itself. `aftermath_s` counts from a fault's end."""
 
     kinds: frozenset[FaultKind]
     target: str
@@ -37,67 +38,116 @@ class Row:
     only_before_head: bool = False
     """Where the client had its 200 already, nothing of this kind may happen any more."""
     only_by_proxy: bool = False
+    """Of those who are asked through that link."""
+    only_resumable: bool = False
 
 
-_STOPPED = frozenset({FaultKind.KILL, FaultKind.FREEZE})
 _REDIS = frozenset({FaultKind.REDIS_KILL, FaultKind.REDIS_FREEZE})
+_REDIS_LINK = frozenset({FaultKind.REDIS_LINK_CUT, FaultKind.REDIS_LINK_SLOW})
 _KILL = frozenset({FaultKind.KILL})
+_STOPPED = frozenset({FaultKind.KILL, FaultKind.FREEZE})
+_ENDED = frozenset({FaultKind.KILL, FaultKind.TERMINATE})
+_SILENT = _STOPPED | {FaultKind.SCHEDULER_LINK_CUT, FaultKind.SCHEDULER_LINK_SILENT}
+"""What makes a worker a lost one."""
+_AWAY = _SILENT | {FaultKind.TERMINATE}
+_REPLACED = _STOPPED | _REDIS_LINK | {FaultKind.TERMINATE}
+"""What gives the lease to another scheduler."""
 _WORKER_ROLES = ("prefill", "decode")
 
 TABLE: tuple[Row, ...] = (
     # Nobody tries a third worker with what may have killed two.
     *(
-        Row(kinds=_STOPPED, target=role, code="request_poisoned", aftermath_s=LOST_AFTER_S, need=Need.TWO)
+        Row(kinds=_SILENT, target=role, code="request_poisoned", aftermath_s=LOST_AFTER_S, need=Need.TWO)
         for role in _WORKER_ROLES
     ),
     # No worker of a role is there: new requests are refused, waiting ones after 30 s.
     *(
-        Row(kinds=_STOPPED, target=role, code=code, aftermath_s=after_s, need=Need.ROLE)
+        Row(kinds=_AWAY, target=role, code=code, aftermath_s=after_s, need=Need.ROLE)
         for role in _WORKER_ROLES
         for code, after_s in (("no_capacity", RETURNS_WITHIN_S), ("worker_lost", RETURNS_WITHIN_S + 30.0))
     ),
     # Running ones are adopted, if only a scheduler comes within 30 s: `up` takes longer with one that dies twice.
-    Row(kinds=_STOPPED, target="scheduler", code="no_capacity", aftermath_s=2 * RETURNS_WITHIN_S, need=Need.TWO),
+    Row(kinds=_REPLACED, target="scheduler", code="no_capacity", aftermath_s=2 * RETURNS_WITHIN_S, need=Need.TWO),
     # A gateway holds new requests for 10 s.
     *(
-        Row(kinds=_STOPPED, target="scheduler", code=code, aftermath_s=RETURNS_WITHIN_S, only_before_head=True)
+        Row(kinds=_REPLACED, target="scheduler", code=code, aftermath_s=RETURNS_WITHIN_S, only_before_head=True)
         for code in ("no_capacity", "state_unavailable")
     ),
     Row(kinds=_REDIS, target="", code="state_unavailable", aftermath_s=6.0, only_before_head=True),
     # The log of a resumable answer was in a Redis that came back empty, and its gateway, which would have written it
     # again, has lost it, too.
     *(
-        Row(kinds=frozenset({FaultKind.REDIS_KILL}), target="", code=code, aftermath_s=RETURNS_WITHIN_S)
+        Row(
+            kinds=frozenset({FaultKind.REDIS_KILL}),
+            target="",
+            code=code,
+            aftermath_s=RETURNS_WITHIN_S,
+            only_resumable=True,
+        )
         for code in ("request_not_found", "not_found")
     ),
     # A gateway that is silent for 4 s and its grace of 5 s is lost to the scheduler.
     Row(kinds=frozenset({FaultKind.FREEZE}), target="gateway", code="cancelled", aftermath_s=LOST_AFTER_S),
-    Row(kinds=_KILL, target="gateway", code=CONNECTION_CUT, aftermath_s=RETURNS_WITHIN_S),
-    Row(kinds=frozenset({FaultKind.LINK_CUT}), target="", code=CONNECTION_CUT, aftermath_s=SLACK_S, only_by_proxy=True),
+    # One that is being stopped takes nothing new, and cuts off what is left of plain answers at its drain's end.
+    Row(kinds=frozenset({FaultKind.TERMINATE}), target="gateway", code="draining", aftermath_s=SLACK_S),
+    # It is gone, or not there again yet.
+    Row(kinds=_ENDED, target="gateway", code=CONNECTION_CUT, aftermath_s=RETURNS_WITHIN_S),
+    Row(
+        kinds=frozenset({FaultKind.LINK_CUT}),
+        target="gateway",
+        code=CONNECTION_CUT,
+        aftermath_s=SLACK_S,
+        only_by_proxy=True,
+    ),
 )
 
 
 def is_explained(seen: Seen, question: Question, faults: Iterable[Fault]) -> bool:
-    """Whether an end that is neither an answer nor the client's own doing follows from the faults."""
-    if seen.code == "cancelled" and seen.is_deleted:
-        return True
+    """Whether an end that is neither an answer nor the client's own doing follows from the faults, or from its plan."""
+    match seen.code:
+        case "cancelled" if seen.is_deleted:
+            return True
+        case "timeout":
+            return question.timeout_s is not None and seen.ended_s - seen.asked_s >= question.timeout_s - SLACK_S / 10
+        case "slow_client":
+            return seen.paused_s >= STALL_TIMEOUT_S - SLACK_S
+        case _:
+            pass
     code = CONNECTION_CUT if seen.end is End.CUT else seen.code
+    own_gateway = f"gateway-{question.gateway}"
+    known = [
+        fault
+        for fault in faults
+        # A plain answer has one gateway, a resumable one meets all.
+        if question.is_resumable or not fault.target.startswith("gateway") or fault.target == own_gateway
+    ]
     return any(
-        _holds(row, seen, list(faults))
+        _holds(row, seen, known)
         for row in TABLE
         if row.code == code
         and not (row.only_before_head and seen.has_begun)
         and not (row.only_by_proxy and not question.by_proxy)
+        and not (row.only_resumable and not question.is_resumable)
     )
 
 
 def may_lack_its_line(seen: Seen, faults: Iterable[Fault]) -> bool:
-    """A gateway writes the line of a request behind its outcome, and may be killed before that."""
+    """A gateway writes the line of a request behind its outcome, and may be gone before that."""
     return any(
-        fault.kind is FaultKind.KILL
+        fault.kind in _ENDED
         and fault.target.startswith("gateway")
-        and seen.asked_s <= fault.at_s <= seen.ended_s + RETURNS_WITHIN_S
+        and seen.asked_s <= fault.ends_s + SLACK_S
+        and fault.at_s <= seen.ended_s + RETURNS_WITHIN_S
         for fault in faults
+    )
+
+
+def may_be_unknown(seen: Seen, faults: Iterable[Fault]) -> bool:
+    """A DELETE by the client's own id finds nothing where the scheduler that knew how it ended is no more."""
+    return any(
+        (fault.kind in _REPLACED and fault.target.startswith("scheduler")) or fault.kind in _REDIS
+        for fault in faults
+        if fault.at_s <= seen.ended_s + SLACK_S
     )
 
 
@@ -111,7 +161,8 @@ def may_end_twice(seen: Seen, faults: Iterable[Fault]) -> bool:
         for fault in faults
         if seen.asked_s <= fault.ends_s + SLACK_S and fault.at_s <= seen.ended_s + LOST_AFTER_S
     ]
-    return any(fault.kind in _REDIS for fault in near) and any(fault.target.startswith("scheduler") for fault in near)
+    is_unwritten = any(fault.kind in _REDIS | _REDIS_LINK for fault in near)
+    return is_unwritten and any(fault.target.startswith("scheduler") for fault in near)
 
 
 def _holds(row: Row, seen: Seen, faults: list[Fault]) -> bool:

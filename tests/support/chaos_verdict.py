@@ -3,39 +3,16 @@
 from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from tests.support import core_replay, life_traces
 from tests.support.chaos_client import End, Seen
-from tests.support.chaos_expectations import is_explained, may_end_twice, may_lack_its_line
+from tests.support.chaos_expectations import is_explained, may_be_unknown, may_end_twice, may_lack_its_line
+from tests.support.chaos_figures import Figures
+from tests.support.chaos_load import Question
 from tests.support.chaos_run import Done
 from tests.support.chaos_schedule import Schedule
 from tests.support.life_traces import log_lines
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """What a run came to."""
-
-    seconds: float
-    requests: int
-    ends: Mapping[str, int]
-    faults: Mapping[str, int]
-    requeues: Mapping[str, int]
-    resumed: int
-    observed: int
-    steps_replayed: int
-    schedulers: int
-
-    def __str__(self) -> str:
-        parts = [
-            f"{name} {count}" for group in (self.ends, self.faults, self.requeues) for name, count in group.items()
-        ]
-        return (
-            f"{self.seconds:.0f} s, {self.requests} requests, {self.resumed} resumed, {self.observed} observations, {self.steps_replayed} steps "
-            f"of {self.schedulers} schedulers replayed: {', '.join(parts)}"
-        )
 
 
 @contextmanager
@@ -77,10 +54,9 @@ def judge(done: Done) -> tuple[list[str], Figures]:
             problems.append(str(error))
     figures = Figures(
         seconds=done.schedule.duration_s,
-        requests=len(done.seen),
         ends=Counter(f"{seen.end} {seen.code}".strip() for seen in done.seen),
-        faults=Counter(f"{fault.kind} {fault.target}".strip() for fault in done.applied),
-        requeues=Counter(f"requeued {line['reason']}" for line in lines if line["event"] == "requeued"),
+        faults=Counter((fault.kind.value, fault.target) for fault in done.applied),
+        requeues=Counter(line["reason"] for line in lines if line["event"] == "requeued"),
         resumed=sum(seen.num_resumed > 0 for seen in done.seen),
         observed=sum(map(len, observed.values())),
         steps_replayed=steps,
@@ -96,6 +72,8 @@ def _client_problems(done: Done) -> list[str]:
             problems.append(str(seen))
         elif seen.end in (End.FAILED, End.CUT) and not is_explained(seen, question, done.applied):
             problems.append(f"{seen}, which no fault explains")
+        if seen.delete_status == 404 and not may_be_unknown(seen, done.applied):
+            problems.append(f"{seen}; its DELETE found nothing")
     return problems
 
 
@@ -109,23 +87,32 @@ def _outcome_problems(done: Done, lines: list[dict[str, Any]]) -> list[str]:
             written.setdefault(line["client_request_id"], []).append(line)
         elif line["event"] == "request ended":
             ended.setdefault(line["request_id"], []).append(line["process"])
-    for seen, question in zip(done.seen, done.schedule.questions, strict=True):
+    for seen, question, asked in zip(done.seen, done.schedule.questions, done.asked, strict=True):
         own_lines = written.get(seen.client_request_id, [])
         said = [line["outcome"] for line in own_lines]
         allowed = _outcomes_for(seen)
         if not said and not (question.is_resumable or None in allowed or may_lack_its_line(seen, done.applied)):
             problems.append(f"{seen}; the gateway wrote nothing")
-        # Each reader of a resumable answer has a line: those before the last were cut.
-        if (len(said) > 1 and not question.is_resumable) or (
-            said and not question.is_resumable and said[0] not in allowed
-        ):
+        if len(said) > _max_lines(question) or (said and not question.is_resumable and not set(said) <= set(allowed)):
             problems.append(f"{seen}; the gateway wrote {said}")
+        for line in own_lines:
+            counted = line["completion_tokens"]
+            whole = asked.completion_tokens * (1 if "." in line["request_id"] else question.num_choices)
+            if line["outcome"] == "finished" and counted != whole and not question.is_resumable:
+                problems.append(f"{seen}; the gateway counted {counted} tokens, not {whole}")
         for request_id in {line["request_id"] for line in own_lines}:
             schedulers = ended.get(request_id, [])
             num_allowed = len(set(schedulers)) if may_end_twice(seen, done.applied) else 1
             if len(schedulers) > num_allowed:
                 problems.append(f"{seen}; ended by {schedulers}")
     return problems
+
+
+def _max_lines(question: Question) -> int:
+    """Each reader of a resumable answer has a line; several answers to one question have one each, and one together."""
+    if question.is_resumable:
+        return 1_000
+    return 1 if question.num_choices == 1 else 1 + question.num_choices
 
 
 def _outcomes_for(seen: Seen) -> tuple[str | None, ...]:

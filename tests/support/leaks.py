@@ -3,6 +3,7 @@
 It asks each process for its counts, the operating system for files and shared memory, and Redis for its keys.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -85,7 +86,8 @@ async def _unrest(cluster: Cluster, baseline: Baseline | None) -> list[str]:
         found += await _gauge_unrest(cluster, gateway, "firsttoken_active_streams")
     if baseline is not None:
         found += _system_unrest([*(s for s in status.services if s.role != "gateway"), *gateways], baseline)
-    return found + _redis_unrest(status.one("redis"))
+    # In a thread: it may be reached through a proxy that runs here.
+    return found + await asyncio.to_thread(_redis_unrest, status.one("redis"))
 
 
 async def _worker_unrest(cluster: Cluster, worker: Service, baseline: Baseline | None) -> list[str]:

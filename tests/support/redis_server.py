@@ -16,9 +16,9 @@ from tests.support import ports
 CALL_S = 20.0  # for a reply, where a test does not ask how soon: far above what a service waits
 
 
-def connect(url: str) -> Any:
+def connect(url: str, *, answers_within_s: float = 30.0) -> Any:
     """A synchronous client; use it as a context."""
-    return redis.Redis.from_url(url, decode_responses=True, socket_timeout=30.0)  # pyright: ignore[reportUnknownMemberType]
+    return redis.Redis.from_url(url, decode_responses=True, socket_timeout=answers_within_s)  # pyright: ignore[reportUnknownMemberType]
 
 
 class RedisServer(EmbeddedValkey):

@@ -1,69 +1,118 @@
-"""A TCP proxy on loopback that a test can slow down, silence and cut."""
+"""A TCP proxy on loopback that a test can slow down, silence and cut, for all its clients or for one of them."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+Target: TypeAlias = int | Callable[[], Awaitable[int]]
+"""The port behind it, or who tells it for each new connection (raises OSError where there is none)."""
+EVERYONE = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Connection:
+    of: str
+    writers: list[asyncio.StreamWriter]
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def abort(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
 
 
 class TcpProxy:
-    """Forwards to one port. `delay_s` holds every reply back; what a cut connection carried is lost."""
+    """Forwards to one port. What a cut connection carried is lost. `of`: the clients of this name alone."""
 
-    def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._gates: set[asyncio.Event] = set()
-        self._is_cut = False
-        self.delay_s = 0.0
+    def __init__(self, target: Target, name_of: Callable[[int], str] | None = None) -> None:
+        """`name_of` names a client by the port that it dials from."""
+        self._target = target
+        self._name_of = name_of
+        self._connections: set[_Connection] = set()
+        self._cut: set[str] = set()
+        self._delays_s: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
         self.num_refused = 0
         self.refused = asyncio.Event()
 
-    def cut(self) -> None:
+    @property
+    def delay_s(self) -> float:
+        """Holds every reply back."""
+        return self._delays_s.get(EVERYONE, 0.0)
+
+    @delay_s.setter
+    def delay_s(self, delay_s: float) -> None:
+        self.slow(delay_s)
+
+    def slow(self, delay_s: float, of: str = EVERYONE) -> None:
+        """Holds every reply back for so long; 0 = no more."""
+        self._delays_s[of] = delay_s
+
+    def cut(self, of: str = EVERYONE) -> None:
         """Closes every connection, and each new one at once until `restore`."""
-        self._is_cut = True
+        self._cut.add(of)
         self.num_refused = 0
         self.refused.clear()
-        for writer in self._writers:
-            writer.transport.abort()
+        for connection in self._of(of):
+            connection.abort()
 
-    def silence(self) -> None:
+    def silence(self, of: str = EVERYONE) -> None:
         """Connections that are open now stay open and carry nothing, either way, until `restore`; new ones work."""
-        for gate in self._gates:
-            gate.clear()
+        for connection in self._of(of):
+            connection.gate.clear()
 
-    def restore(self) -> None:
+    def restore(self, of: str = EVERYONE) -> None:
         """As at the start, but for the delay."""
-        self._is_cut = False
-        for gate in self._gates:
-            gate.set()
+        self._cut.discard(of)
+        for connection in self._of(of):
+            connection.gate.set()
 
-    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _of(self, of: str) -> list[_Connection]:
+        return [each for each in self._connections if of in (EVERYONE, each.of)]
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until either end closes it."""
-        self._writers.add(writer)
+        task = asyncio.ensure_future(self._carry(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        name = EVERYONE if self._name_of is None else self._name_of(writer.get_extra_info("peername")[1])
+        connection = _Connection(of=name, writers=[writer])
+        connection.gate.set()
+        self._connections.add(connection)
         try:
-            if self._is_cut:
+            if self._cut & {EVERYONE, name}:
                 self.num_refused += 1
                 self.refused.set()
                 return
             try:
-                up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+                port = self._target if isinstance(self._target, int) else await self._target()
+                up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
             except OSError:
                 return  # nobody is there: that is what our client sees, too
-            self._writers.add(up_writer)
-            gate = asyncio.Event()
-            gate.set()
-            self._gates.add(gate)
-            try:
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(_copy(reader, up_writer, gate, lambda: 0.0))
-                    group.create_task(_copy(up_reader, writer, gate, lambda: self.delay_s))
-            finally:
-                self._gates.discard(gate)
-                self._writers.discard(up_writer)
-                up_writer.transport.abort()
+            connection.writers.append(up_writer)
+            if self._cut & {EVERYONE, name}:
+                return  # in the meantime
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_copy(reader, up_writer, connection.gate, lambda: 0.0))
+                group.create_task(_copy(up_reader, writer, connection.gate, lambda: self._delay_of(name)))
         finally:
-            self._writers.discard(writer)
-            writer.transport.abort()
+            self._connections.discard(connection)
+            connection.abort()
+
+    async def close(self) -> None:
+        """Ends every connection."""
+        self.cut()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _delay_of(self, name: str) -> float:
+        return max(self.delay_s, self._delays_s.get(name, 0.0))
 
 
 async def _copy(
@@ -79,14 +128,13 @@ async def _copy(
 
 
 @contextlib.asynccontextmanager
-async def tcp_proxy(target_port: int) -> AsyncGenerator[TcpProxy]:
+async def tcp_proxy(target: Target, name_of: Callable[[int], str] | None = None) -> AsyncGenerator[TcpProxy]:
     """A running proxy in front of a port on loopback; its own port is in `port`."""
-    proxy = TcpProxy(target_port)
+    proxy = TcpProxy(target, name_of)
     server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0)
     proxy.port = server.sockets[0].getsockname()[1]
     try:
         yield proxy
     finally:
-        proxy.restore()
-        proxy.cut()
         server.close()
+        await proxy.close()

@@ -1,0 +1,36 @@
+"""Who holds a TCP port of this machine, by the operating system's word: the proxies of a run cut one process off."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+CHILD_NAME = "FIRSTTOKEN_WORKER_ID"  # `up` gives it to every service
+
+
+def child_id_of(pid: int) -> str:
+    """The name that `up` gave it; empty where it has none, or has ended."""
+    wanted = f"{CHILD_NAME}=".encode()
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(wanted):
+                return entry.removeprefix(wanted).decode()
+    return ""
+
+
+def holder_of(port: int, pids: Iterable[int]) -> str:
+    """Which of these processes has a socket with this port on its own side, by name; empty where none has."""
+    wanted = {f"socket:[{inode}]" for inode in _inodes(port)}
+    if wanted:
+        for pid in pids:
+            with suppress(OSError):
+                for entry in Path(f"/proc/{pid}/fd").iterdir():
+                    with suppress(OSError):
+                        if str(entry.readlink()) in wanted:
+                            return child_id_of(pid)
+    return ""
+
+
+def _inodes(port: int) -> set[str]:
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    fields = [line.split() for line in lines]
+    return {each[9] for each in fields if int(each[1].rpartition(":")[2], 16) == port} - {"0"}
