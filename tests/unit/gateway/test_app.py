@@ -1,10 +1,19 @@
 """What the assembled application is, and is not."""
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from tests.support.gateway_app import running_gateway
+import pytest
+from starlette.middleware.base import BaseHTTPMiddleware
+
+from tests.support.chat import CHAT_PATH
+from tests.support.fake_backend import FakeBackend
+from tests.support.gateway_app import running_gateway, the_request, until, until_idle
+from tests.support.http_client import exchange
+from tests.support.script import counting
 
 PATHS = {
     ("/v1/chat/completions", "POST"),
@@ -42,6 +51,43 @@ async def test_there_are_no_other_routes() -> None:
         }
 
     assert PATHS == routes
+
+
+async def test_no_middleware_stands_between_a_client_and_its_answer() -> None:
+    """CAN-01: none is added, and of the framework's own none is of the kind that hides a disconnect. Whoever adds one tests
+    a disconnect through it.
+    """
+    async with running_gateway() as running:
+        app: Any = running.gateway.app
+        layer: Any = app.build_middleware_stack()
+        kinds: list[type[object]] = []
+        while layer is not None:
+            kinds.append(type(layer))
+            layer = getattr(layer, "app", None)
+
+    assert [] == app.user_middleware
+    assert len(kinds) > 1, kinds
+    assert not any(issubclass(kind, BaseHTTPMiddleware) for kind in kinds), kinds
+
+
+@pytest.mark.parametrize("kind", ["stream", "events", "whole"])
+async def test_a_disconnect_reaches_the_scheduler(kind: str) -> None:
+    """CAN-01: through all that the application is made of; in both stream forms, and before a whole answer."""
+    script, backend = counting(5), FakeBackend()
+    backend.max_tokens_out = 2
+    body = {"message": script.message} if kind == "events" else script.body(stream=kind == "stream")
+    path = "/api/chat" if kind == "events" else CHAT_PATH
+    async with running_gateway(backend) as running, asyncio.TaskGroup() as group:
+        asking = group.create_task(
+            exchange(running.port, "POST", path, body=body, headers={"Accept": "text/event-stream"})
+        )
+        request = await the_request(running)
+        await until(request, lambda request: request.num_sent == 2)
+        asking.cancel()
+        await until(request, lambda request: request.cancel_reasons)
+        await until_idle(running)
+
+    assert ["disconnect"] == request.cancel_reasons
 
 
 def test_a_real_chat_is_tokenised_without_torch() -> None:
