@@ -59,7 +59,7 @@ async def test_no_middleware_stands_between_a_client_and_its_answer() -> None:
     """
     async with running_gateway() as running:
         app: Any = running.gateway.app
-        layer: Any = app.build_middleware_stack()
+        layer: object = app.build_middleware_stack()
         kinds: list[type[object]] = []
         while layer is not None:
             kinds.append(type(layer))
