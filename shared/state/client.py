@@ -7,7 +7,7 @@ connections of redis-py are used here and its pool is not.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from importlib import resources
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.domain.errors import ErrorCode, ServingError
+from shared.domain.ids import RequestId
 from shared.obs.logs import get_logger
 
 Reply = Any  # what a command answers: bytes, int, list or None; each caller knows its command
@@ -55,12 +56,25 @@ class EvictionPolicyError(Exception):
 
 
 class Script:
-    """A Lua file of shared/state/lua."""
+    """A Lua file of shared/state/lua and the keys of each call: functions make those of one request."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *keys: str | Callable[[RequestId], str]) -> None:
         self.name = name
+        self._keys = keys
         self.text = (resources.files("shared.state") / "lua" / f"{name}.lua").read_text()
         self.sha1 = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+    def keys_of(self, request_id: RequestId | None) -> list[str]:
+        """Of one call. Raises ValueError where it is about a request, and none is named."""
+        keys: list[str] = []
+        for key in self._keys:
+            if isinstance(key, str):
+                keys.append(key)
+            elif request_id is None:
+                raise ValueError(f"{self.name} is about one request")
+            else:
+                keys.append(key(request_id))
+        return keys
 
 
 class StateClient:
@@ -92,8 +106,11 @@ class StateClient:
         self._is_away = False
         return reply
 
-    async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | int | bytes]) -> Reply:
-        """One script, atomically. Every key that it touches is in `keys`."""
+    async def run(
+        self, script: Script, args: Sequence[str | int | bytes], *, request_id: RequestId | None = None
+    ) -> Reply:
+        """One script, atomically, with its own keys and no others."""
+        keys = script.keys_of(request_id)
         try:
             return await self.call("EVALSHA", script.sha1, len(keys), *keys, *args)
         except NoScriptError:  # a Redis that was restarted, or never saw it

@@ -10,9 +10,9 @@ from shared.domain.ids import Epoch, Incarnation
 from shared.state.client import Script, StateClient
 from shared.state.keys import EPOCH, EPOCH_TTL_MS, LEASE, LEASE_TTL_MS
 
-_ACQUIRE = Script("acquire_lease")
-_RENEW = Script("renew_lease")
-_RELEASE = Script("release_lease")
+_ACQUIRE = Script("acquire_lease", LEASE, EPOCH)
+_RENEW = Script("renew_lease", LEASE, EPOCH)
+_RELEASE = Script("release_lease", LEASE, EPOCH)
 NO_EPOCH = Epoch(0)
 
 
@@ -43,7 +43,6 @@ class Leadership:
         """Takes the lease for 3 s under a higher epoch than any before; None if another holds it."""
         reply = await self._client.run(
             _ACQUIRE,
-            [LEASE, EPOCH],
             [holder, address, self._clock.unix_ms(), LEASE_TTL_MS, EPOCH_TTL_MS],
         )
         if not reply:
@@ -57,7 +56,6 @@ class Leadership:
             return False
         reply = await self._client.run(
             _RENEW,
-            [LEASE, EPOCH],
             [self._lease.holder, self._lease.address, self._lease.epoch, LEASE_TTL_MS, EPOCH_TTL_MS],
         )
         if reply != 1:
@@ -72,7 +70,7 @@ class Leadership:
         """
         lease, self._lease = self._lease, None
         if lease is not None:
-            await self._client.run(_RELEASE, [LEASE, EPOCH], [lease.holder, epoch_seen, EPOCH_TTL_MS])
+            await self._client.run(_RELEASE, [lease.holder, epoch_seen, EPOCH_TTL_MS])
 
     async def find(self) -> SchedulerLocation | None:
         """The active scheduler; None if there is none now."""

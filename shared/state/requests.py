@@ -16,7 +16,7 @@ from shared.state.keys import (
     request_key,
 )
 
-_STORE = Script("store_request")
+_STORE = Script("store_request", request_key)
 _log = get_logger("state")
 
 
@@ -65,8 +65,8 @@ class RequestStore:
         fields = [part for field in _to_fields(stored).items() for part in field]
         reply = await self._client.run(
             _STORE,
-            [request_key(stored.request_id)],
             [stored.epoch, stored.attempt, int(is_end), ttl_ms, *fields],
+            request_id=stored.request_id,
         )
         if reply != b"ok":
             raise ServingError(ErrorCode.STALE_ATTEMPT, f"the record was refused: {reply.decode()}")

@@ -28,10 +28,10 @@ from shared.state.keys import ENDED_LOG_TTL_MS, LIVE_LOG_TTL_MS, log_key
 
 FIRST_SESSION = 1
 
-_WRITE = Script("write_stream_log")
-_APPEND = Script("append_stream_log")
-_END = Script("end_stream_log")
-_TAKE_OVER = Script("take_over_stream_log")
+_WRITE = Script("write_stream_log", log_key)
+_APPEND = Script("append_stream_log", log_key)
+_END = Script("end_stream_log", log_key)
+_TAKE_OVER = Script("take_over_stream_log", log_key)
 # Each has most of the time that a call has: more are needed only where a machine stands still between two calls.
 _TAKE_OVER_TRIES = 3
 _log = get_logger("state")
@@ -109,13 +109,13 @@ class StreamLog:
         for _ in range(_TAKE_OVER_TRIES):
             seconds, microseconds = await self._client.call("TIME")
             until_ms = int(seconds) * 1000 + int(microseconds) // 1000 + int(self._client.timeout_s * 900)
-            reply = await self._client.run(_TAKE_OVER, [log_key(request_id)], [key_hash, LIVE_LOG_TTL_MS, until_ms])
+            reply = await self._client.run(_TAKE_OVER, [key_hash, LIVE_LOG_TTL_MS, until_ms], request_id=request_id)
             if reply != b"late":
                 return reply
         raise state_unavailable()
 
     async def _run(self, script: Script, request_id: RequestId, *args: str | int | bytes) -> None:
-        match await self._client.run(script, [log_key(request_id)], args):
+        match await self._client.run(script, args, request_id=request_id):
             case b"ok":
                 pass
             case b"superseded":

@@ -85,14 +85,14 @@ async def test_silent_redis_is_away_within_its_time(valkey: RedisServer) -> None
 
 async def test_restarted_redis_is_found_again(client: StateClient, valkey: RedisServer) -> None:
     """Dead connections in the pool cost no failed call, and scripts are loaded anew."""
-    script = Script("release_lease")
+    script = Script("release_lease", "lease:{x}", "epoch:{x}")
     async with asyncio.TaskGroup() as group:
         for n in range(8):
-            spawn(group, client.run(script, ["lease:{x}"], ["nobody"]), name=f"run {n}")
+            spawn(group, client.run(script, ["nobody"]), name=f"run {n}")
     await asyncio.to_thread(valkey.stop)
     await asyncio.to_thread(valkey.start)
 
-    assert 0 == await client.run(script, ["lease:{x}"], ["nobody"])
+    assert 0 == await client.run(script, ["nobody"])
 
 
 async def test_nobody_there(client: StateClient, valkey: RedisServer) -> None:
@@ -121,7 +121,7 @@ async def test_a_store_without_its_replicas_is_away(client: StateClient) -> None
         with pytest.raises(ServingError) as alone:
             await client.call("SET", "key", "value")
         with pytest.raises(ServingError) as in_script:
-            await client.run(Script("acquire_lease"), ["lease:{x}", "epoch:{x}"], ["me", "here", 1, 1000, 1000])
+            await client.run(Script("acquire_lease", "lease:{x}", "epoch:{x}"), ["me", "here", 1, 1000, 1000])
         assert {ErrorCode.STATE_UNAVAILABLE} == {alone.value.code, in_script.value.code}
         assert await client.call("GET", "key") is None
     finally:
