@@ -54,6 +54,8 @@ class Seen:
     number: int
     client_request_id: str
     asked_s: float
+    gateway: int
+    """The one that took it."""
     ended_s: float = 0.0
     end: End = End.WRONG
     code: str = ""
@@ -94,7 +96,12 @@ class Client:
 
     async def ask(self, question: Question, asked: Asked) -> Seen:
         """The whole life of one request. Raises nothing: what went wrong is told."""
-        seen = Seen(number=question.number, client_request_id=f"{self._name}-{question.number}", asked_s=self.now_s)
+        seen = Seen(
+            number=question.number,
+            client_request_id=f"{self._name}-{question.number}",
+            asked_s=self.now_s,
+            gateway=question.gateway,
+        )
         read = self._read_on if question.is_resumable else self._read
         try:
             async with asyncio.timeout(ENDS_WITHIN_S):
@@ -123,7 +130,7 @@ class Client:
     async def _read(self, question: Question, asked: Asked, seen: Seen) -> None:
         """To its end, or to its head."""
         async with open_request(
-            self._first_port(question),
+            await self._first_port(question, seen),
             "POST",
             CHAT_PATH,
             body=_body(question, asked),
@@ -183,8 +190,14 @@ class Client:
                 path = f"/v1/requests/{seen.record.request_id}"
                 seen.delete_status = (await exchange(self._ports[question.delete_at], "DELETE", path)).status
 
-    def _first_port(self, question: Question) -> int:
-        return (self._proxy_ports if question.by_proxy else self._ports)[question.gateway]
+    async def _first_port(self, question: Question, seen: Seen) -> int:
+        """Of the other gateway where nobody listens at the first one's."""
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", self._ports[question.gateway])
+            writer.transport.abort()
+        except ConnectionRefusedError:
+            seen.gateway = 1 - question.gateway
+        return (self._proxy_ports if question.by_proxy else self._ports)[seen.gateway]
 
     # ---- resumable answers
 
@@ -195,7 +208,7 @@ class Client:
         headers = {"X-Request-Id": seen.client_request_id, **EVENTS}
         try:
             async with open_request(
-                self._first_port(question),
+                await self._first_port(question, seen),
                 "POST",
                 API_PATH if is_api else CHAT_PATH,
                 body=_body(question, asked),
@@ -210,7 +223,7 @@ class Client:
         while not read.is_over and seen.end is not End.FAILED:
             seen.num_resumed += 1
             await asyncio.sleep(RESUME_PAUSE_S)
-            port = self._ports[(question.gateway + seen.num_resumed) % len(self._ports)]
+            port = self._ports[(seen.gateway + seen.num_resumed) % len(self._ports)]
             with suppress(ConnectionError, EOFError):
                 async with resume(port, read) as stream:
                     await _take(stream, read, asked, seen)

@@ -114,7 +114,7 @@ def is_explained(seen: Seen, question: Question, faults: Iterable[Fault]) -> boo
         case _:
             pass
     code = CONNECTION_CUT if seen.end is End.CUT else seen.code
-    own_gateway = f"gateway-{question.gateway}"
+    own_gateway = f"gateway-{seen.gateway}"
     known = [
         fault
         for fault in faults
@@ -136,7 +136,7 @@ def may_lack_its_line(seen: Seen, faults: Iterable[Fault]) -> bool:
     return any(
         fault.kind in _ENDED
         and fault.target.startswith("gateway")
-        and seen.asked_s <= fault.ends_s + SLACK_S
+        and seen.asked_s <= fault.ends_s
         and fault.at_s <= seen.ended_s + RETURNS_WITHIN_S
         for fault in faults
     )

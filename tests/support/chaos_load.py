@@ -34,6 +34,9 @@ class Form(StrEnum):
     """The same in the dialect of /api/chat."""
 
 
+RESUMABLE_FORMS = (Form.RESUMABLE, Form.RESUMABLE_EVENTS)
+
+
 class Fate(StrEnum):
     """What the client does after a while, if the answer has not ended by then."""
 
@@ -67,7 +70,7 @@ class Question:
 
     @property
     def is_resumable(self) -> bool:
-        return self.form in (Form.RESUMABLE, Form.RESUMABLE_EVENTS)
+        return self.form in RESUMABLE_FORMS
 
     def __str__(self) -> str:
         way = f"{'proxy' if self.by_proxy else 'direct'} to gateway-{self.gateway}"
@@ -101,7 +104,7 @@ def questions(choose: random.Random, duration_s: float, load: float, *, num_gate
 
 def _question(choose: random.Random, at_s: float, number: int, gateway: int) -> Question:
     fate = choose.choices(list(Fate), [8, 1, 1, 1, 1])[0]
-    form = choose.choices(list(Form), [3, 7, 2, 2])[0]
+    form = choose.choices(list(Form), [3, 6, 3, 3])[0]
     if fate in (Fate.LEAVE_AT_HEAD, Fate.STALL) or (fate is not Fate.READ and form is not Form.WHOLE):
         form = Form.STREAM
     script = _script(choose, number, repeat=choose.choice([1, 2, 5, 10]))
@@ -126,7 +129,7 @@ def _question(choose: random.Random, at_s: float, number: int, gateway: int) -> 
         form=form,
         fate=fate,
         gateway=gateway,
-        by_proxy=choose.random() < 0.4,
+        by_proxy=choose.random() < (0.7 if form in RESUMABLE_FORMS else 0.3),
         after_s=after_s,
         pause_s=pause_s,
         timeout_s=choose.uniform(0.2, 4.0) if fate is Fate.READ and choose.random() < 0.12 else None,

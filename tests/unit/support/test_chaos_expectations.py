@@ -3,8 +3,9 @@
 import pytest
 
 from tests.support.chaos_client import End, Seen
-from tests.support.chaos_expectations import is_explained, may_end_twice, may_lack_its_line
-from tests.support.chaos_schedule import Fate, Fault, FaultKind, Question
+from tests.support.chaos_expectations import is_explained, may_be_unknown, may_end_twice, may_lack_its_line
+from tests.support.chaos_load import STALL_TIMEOUT_S, Fate, Form, Question
+from tests.support.chaos_schedule import Fault, FaultKind
 from tests.support.script import counting
 
 
@@ -14,6 +15,7 @@ def seen(end: End, code: str = "", *, asked_s: float = 10.0, ended_s: float = 12
         number=0,
         client_request_id="x",
         asked_s=asked_s,
+        gateway=0,
         ended_s=ended_s,
         end=end,
         code=code,
@@ -21,9 +23,17 @@ def seen(end: End, code: str = "", *, asked_s: float = 10.0, ended_s: float = 12
     )
 
 
-def question(*, by_proxy: bool = False) -> Question:
+def question(*, by_proxy: bool = False, form: Form = Form.STREAM, timeout_s: float | None = None) -> Question:
     """A stream."""
-    return Question(at_s=10.0, number=0, script=counting(3), is_stream=True, by_proxy=by_proxy, fate=Fate.READ)
+    return Question(
+        at_s=10.0,
+        number=0,
+        script=counting(3),
+        form=form,
+        by_proxy=by_proxy,
+        fate=Fate.READ,
+        timeout_s=timeout_s,
+    )
 
 
 def fault(kind: FaultKind, target: str = "", *, at_s: float = 9.0, lasts_s: float = 0.0) -> Fault:
@@ -46,7 +56,13 @@ KILL = FaultKind.KILL
         (True, "no_capacity", [fault(KILL, "scheduler-0")]),
         (False, "no_capacity", [fault(KILL, "scheduler-0", at_s=-100.0)]),
         (True, "state_unavailable", [fault(FaultKind.REDIS_FREEZE, lasts_s=2.0)]),
+        (True, "state_unavailable", [fault(FaultKind.REDIS_LINK_CUT, "scheduler-1", lasts_s=2.0)]),
+        (False, "state_unavailable", [fault(FaultKind.REDIS_LINK_CUT, "decode-0", lasts_s=2.0)]),
         (False, "state_unavailable", [fault(KILL, "decode-0")]),
+        (True, "draining", [fault(FaultKind.TERMINATE, "gateway-0", lasts_s=6.0)]),
+        (False, "draining", [fault(FaultKind.TERMINATE, "gateway-1", lasts_s=6.0)]),
+        (False, "draining", [fault(FaultKind.TERMINATE, "decode-0", lasts_s=6.0)]),
+        (False, "request_poisoned", [fault(FaultKind.TERMINATE, "decode-0"), fault(FaultKind.TERMINATE, "decode-1")]),
         (False, "cancelled", [fault(KILL, "decode-0")]),
         (True, "cancelled", [fault(FaultKind.FREEZE, "gateway-0", lasts_s=9.0)]),
     ],
@@ -88,10 +104,15 @@ def test_an_outcome_may_be_lost_with_redis_and_scheduler() -> None:
 def test_cut_connections() -> None:
     """Of those on the link that was cut, and of all where the gateway has died."""
     cut = seen(End.CUT)
-    assert not is_explained(cut, question(), [fault(FaultKind.LINK_CUT, lasts_s=2.0)])
-    assert is_explained(cut, question(by_proxy=True), [fault(FaultKind.LINK_CUT, lasts_s=2.0)])
-    assert not is_explained(cut, question(by_proxy=True), [fault(FaultKind.LINK_CUT, at_s=1.0, lasts_s=2.0)])
+    link_cut = fault(FaultKind.LINK_CUT, "gateway-0", lasts_s=2.0)
+    assert not is_explained(cut, question(), [link_cut])
+    assert is_explained(cut, question(by_proxy=True), [link_cut])
+    assert not is_explained(cut, question(by_proxy=True), [fault(FaultKind.LINK_CUT, "gateway-1", lasts_s=2.0)])
+    early = fault(FaultKind.LINK_CUT, "gateway-0", at_s=1.0, lasts_s=2.0)
+    assert not is_explained(cut, question(by_proxy=True), [early])
     assert is_explained(cut, question(), [fault(KILL, "gateway-0")])
+    assert not is_explained(cut, question(), [fault(KILL, "gateway-1")])
+    assert is_explained(cut, question(form=Form.RESUMABLE), [fault(KILL, "gateway-1")])
     assert not is_explained(cut, question(), [fault(KILL, "decode-0")])
 
 
@@ -102,3 +123,27 @@ def test_a_delete_explains_its_cancel() -> None:
     assert is_explained(deleted, question(), [])
     deleted.code = "internal_error"
     assert not is_explained(deleted, question(), [])
+
+
+def test_a_deadline_explains_the_end_of_its_time() -> None:
+    """And none before."""
+    late = seen(End.FAILED, "timeout")
+    assert is_explained(late, question(timeout_s=1.9), [])
+    assert not is_explained(late, question(timeout_s=3.0), [])
+    assert not is_explained(late, question(), [])
+
+
+def test_a_long_pause_explains_a_slow_client() -> None:
+    """A reader that has come back in time is none."""
+    slow = seen(End.FAILED, "slow_client")
+    assert not is_explained(slow, question(), [])
+    slow.paused_s = 0.5 * STALL_TIMEOUT_S
+    assert not is_explained(slow, question(), [])
+    slow.paused_s = 2 * STALL_TIMEOUT_S
+    assert is_explained(slow, question(), [])
+
+
+def test_a_delete_finds_what_its_scheduler_knew() -> None:
+    """Only with the scheduler, or with Redis, it is forgotten how a request has ended."""
+    assert may_be_unknown(seen(End.FINISHED), [fault(KILL, "scheduler-1")])
+    assert not may_be_unknown(seen(End.FINISHED), [fault(KILL, "gateway-0"), fault(KILL, "decode-0")])

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos_schedule import CROWD, CROWD_REPEAT, FIRST_FAULT_S, SETTLE_S, FaultKind, plan
+from tests.support.chaos_load import CROWD, LONG_REPEAT, Fate, Form
+from tests.support.chaos_schedule import (
+    BEHIND_A_PROXY,
+    FIRST_FAULT_S,
+    GATEWAYS,
+    SCHEDULERS,
+    SETTLE_S,
+    WORKERS,
+    FaultKind,
+    plan,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,14 +57,30 @@ def test_all_kinds_and_all_processes_have_their_turn() -> None:
     runs = [plan(seed, 60.0) for seed in range(30)]
     faults = [fault for run in runs for fault in run.faults]
     assert set(FaultKind) == {fault.kind for fault in faults}
-    names = {"", "scheduler-0", "gateway-0", "prefill-0", "prefill-1", "decode-0", "decode-1"}
-    assert names == {fault.target for fault in faults}
+    assert {"", *SCHEDULERS, *GATEWAYS, *WORKERS} == {fault.target for fault in faults}
+    assert set(BEHIND_A_PROXY) == {fault.target for fault in faults if "scheduler-link" in fault.kind}
     for run in runs:
-        assert 2 * CROWD == Counter(question.script.repeat for question in run.questions)[CROWD_REPEAT]
+        long = [each for each in run.questions if each.script.repeat == LONG_REPEAT and each.fate is not Fate.STALL]
+        assert 2 * CROWD == len(long)
+
+
+def test_all_kinds_of_clients_have_their_turn() -> None:
+    """Over some runs: each form, each fate, at both gateways; deadlines, several choices, deletes at the other one."""
+    asked = [question for seed in range(30) for question in plan(seed, 60.0).questions]
+    assert set(Form) == {each.form for each in asked}
+    assert set(Fate) == {each.fate for each in asked}
+    assert {(gateway, by_proxy) for gateway in (0, 1) for by_proxy in (False, True)} == {
+        (each.gateway, each.by_proxy) for each in asked
+    }
+    assert any(each.timeout_s is not None and each.is_resumable for each in asked)
+    assert {1, 2} == {each.num_choices for each in asked if each.form is Form.WHOLE}
+    assert {1} == {each.num_choices for each in asked if each.form is not Form.WHOLE}
+    assert any(each.fate is Fate.DELETE and each.delete_at != each.gateway for each in asked)
 
 
 def test_a_lighter_load_has_fewer_questions_and_no_crowds() -> None:
     """For a model, which takes its time."""
     light = plan(3, 60.0, load=0.1)
     assert 3 <= len(light.questions) < 40
-    assert 0 == Counter(question.script.repeat for question in light.questions)[CROWD_REPEAT]
+    long = Counter(question.script.repeat for question in light.questions)[LONG_REPEAT]
+    assert long <= Counter(question.fate for question in light.questions)[Fate.STALL]
