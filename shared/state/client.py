@@ -95,7 +95,7 @@ class StateClient:
             async with asyncio.timeout(self.timeout_s), self._slots:
                 reply = await self._call(command)
         except (*_AWAY, ResponseError) as error:
-            if not isinstance(error, _AWAY) and str(error).partition(" ")[0] not in _AWAY_WORDS:
+            if not _is_away(error):
                 raise
             if not self._is_away:
                 _log.warning("redis is away", error=type(error).__name__, reason=str(error))
@@ -145,6 +145,12 @@ class StateClient:
     async def close(self) -> None:
         """Closes the idle connections; one in use is closed when its command ends."""
         self._is_closed = True
+        await self._drop_idle()
+
+    async def _drop_idle(self) -> None:
+        """Also where a server refuses to serve: after a failover the old primary lives on as a replica, and whoever
+        stays connected to it is told READONLY for ever.
+        """
         while self._idle:
             await drop(self._idle.pop())
 
@@ -170,14 +176,20 @@ class StateClient:
             reply = await read_reply(connection)
             is_clean = True
             return reply
-        except ResponseError:  # a reply like any other, read to its end
-            is_clean = is_sent
+        except ResponseError as error:  # a reply like any other, read to its end
+            is_clean = is_sent and not _is_away(error)
+            if not is_clean:
+                await self._drop_idle()
             raise
         finally:
             if is_clean and not self._is_closed:
                 self._idle.append(connection)
             else:
                 await drop(connection)
+
+
+def _is_away(error: BaseException) -> bool:
+    return isinstance(error, _AWAY) or str(error).partition(" ")[0] in _AWAY_WORDS
 
 
 def state_unavailable() -> ServingError:

@@ -8,7 +8,7 @@ from redis.exceptions import ResponseError
 from shared.aio.scope import spawn
 from shared.domain.errors import ErrorCode, ServingError
 from shared.state.client import EvictionPolicyError, Script, StateClient
-from tests.support.redis_server import CALL_S, RedisServer
+from tests.support.redis_server import CALL_S, RedisServer, own_redis
 from tests.support.tcp_proxy import tcp_proxy
 
 NUM_TASKS = 50
@@ -93,6 +93,35 @@ async def test_restarted_redis_is_found_again(client: StateClient, valkey: Redis
     await asyncio.to_thread(valkey.start)
 
     assert 0 == await client.run(script, ["nobody"])
+
+
+async def test_a_failover_leaves_nobody_at_the_old_primary(client: StateClient, valkey: RedisServer) -> None:
+    """The address leads to another server, and the old one lives on as its replica: connections to that are let go."""
+    with own_redis() as other:
+        at = valkey
+
+        async def present() -> int:
+            return at.port
+
+        async with tcp_proxy(present) as proxy:
+            moved = StateClient(f"redis://127.0.0.1:{proxy.port}", max_connections=4, timeout_s=CALL_S)
+            async with asyncio.TaskGroup() as group:  # so that several connections are there
+                for n in range(4):
+                    spawn(group, moved.call("SET", f"key:{n}", "old"), name=f"set {n}")
+            at = other
+            await client.call("REPLICAOF", "127.0.0.1", other.port)
+            try:
+                with pytest.raises(ServingError) as caught:
+                    await moved.call("SET", "key:0", "new")
+                assert ErrorCode.STATE_UNAVAILABLE == caught.value.code
+                async with asyncio.TaskGroup() as group:
+                    for n in range(4):
+                        spawn(group, moved.call("SET", f"key:{n}", "new"), name=f"set {n}")
+            finally:
+                await client.call("REPLICAOF", "NO", "ONE")
+            await moved.close()
+        with other.client as direct:
+            assert ["new"] * 4 == direct.mget([f"key:{n}" for n in range(4)])
 
 
 async def test_nobody_there(client: StateClient, valkey: RedisServer) -> None:
