@@ -11,7 +11,7 @@ from tests.support.chat import CHAT_PATH, ask, collect, stream_chat
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.http_client import HttpAnswer, exchange
 from tests.support.polling import eventually
-from tests.support.redis_server import RedisServer, own_redis
+from tests.support.redis_server import RedisServer, moving_address, own_redis
 from tests.support.script import counting
 
 REFUSED_WITHIN_S = 8.0
@@ -37,7 +37,6 @@ def system(redis_server: RedisServer) -> Generator[Cluster]:
 
 @pytest.fixture
 async def cluster(system: Cluster) -> AsyncGenerator[Cluster]:
-    """A system on that store."""
     """Warm before, ready and without leaks after each test."""
     await ask(system.port, counting(2).body())
     baseline = await leaks.capture(system)
@@ -118,6 +117,49 @@ async def test_live_records_are_written_again(cluster: Cluster, redis_server: Re
             stream.cut()
             await eventually(state, lambda s: s == "cancelled", within_s=30.0, what="the outcome is written")
             assert 0 < client.ttl(key) <= 600
+
+
+async def test_a_failover_to_another_server_that_is_empty() -> None:
+    """The old primary refuses writes and lives on as a replica, the address leads to the new one: what runs goes on, its
+    record is written there, and nobody stays with the old one, which may then go.
+    """
+    script = counting(450, step_ms=20)
+    with (
+        own_redis() as old,
+        own_redis() as new,
+        moving_address(old) as address,
+        ClusterPlan().scripted().redis_url(address.url).start() as cluster,
+    ):
+        await ask(cluster.port, counting(2).body())
+        baseline = await leaks.capture(cluster)
+        async with live(cluster, script) as stream:
+            record = await collect(stream, until_deltas=3)
+            with old.client as client:
+                client.replicaof("127.0.0.1", new.port)
+            await eventually(
+                lambda: question(cluster),
+                lambda a: a.status == 503,
+                within_s=BACK_WITHIN_S,
+                what="no writes, no answers",
+            )
+            await collect(stream, until_deltas=len(record.deltas) + 5, record=record)
+            address.server = new
+            await eventually(
+                lambda: question(cluster), lambda a: a.status == 200, within_s=BACK_WITHIN_S, what="served again"
+            )
+            key = f"{KEY_PREFIX}request:{{{record.request_id}}}"
+            with new.client as client:
+
+                async def state() -> str | None:
+                    return client.hget(key, "state")
+
+                await eventually(state, lambda s: s == "decoding", within_s=BACK_WITHIN_S, what="the record is there")
+                old.kill()
+                await collect(stream, record=record)
+                await eventually(state, lambda s: s == "finished", within_s=BACK_WITHIN_S, what="and its outcome")
+        assert (script.text(), "stop", None) == (record.text, record.finish_reason, record.error)
+        await cluster.wait_ready(within_s=BACK_WITHIN_S)
+        await leaks.assert_no_leaks(cluster, baseline)
 
 
 async def test_records_hold_no_text(cluster: Cluster, redis_server: RedisServer) -> None:
