@@ -1,6 +1,7 @@
 """Resumable answers through a system with two gateways: cut, taken over, superseded, replayed, given up."""
 
 import asyncio
+import codecs
 import os
 import signal
 from collections.abc import AsyncGenerator, Generator, Sequence
@@ -13,7 +14,7 @@ from tests.support import leaks
 from tests.support.cancelling import live, outcomes, wait_outcomes
 from tests.support.chat import CHAT_PATH, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan
-from tests.support.http_client import exchange, open_request
+from tests.support.http_client import HttpStream, exchange, open_request
 from tests.support.polling import eventually
 from tests.support.ports import ADMIN_OFFSET
 from tests.support.redis_server import connect
@@ -98,18 +99,32 @@ async def test_cut_after_every_event(pair: Cluster, path: str) -> None:
         check(CROOKED, read)
 
 
+async def read_text(stream: HttpStream, read: ReadSoFar) -> None:
+    """One more, and whatever came with it; or the word that the answer is over."""
+    before = read.last_id
+    while read.last_id == before and not read.is_over:
+        num_events = read.num_events
+        await read_on(stream, read, max_events=1)
+        assert read.num_events > num_events, "the stream has ended"
+
+
 @pytest.mark.parametrize("path", [CHAT_PATH, API_PATH])
 async def test_cut_after_each_event_of_one_answer(pair: Cluster, path: str) -> None:
-    """One event a connection, the gateways in turn, while the answer is being made."""
-    script = Script(pieces=CROOKED.pieces, repeat=2, step_ms=30)
+    """One text a connection, the gateways in turn, while the answer is being made."""
+    script = Script(pieces=CROOKED.pieces, repeat=2, step_ms=100)
+    before = await outcomes(pair)
     async with ask_resumable(pair.port, script, path=path) as (stream, read):
-        await read_on(stream, read, max_events=1)
-    for number in range(60):
-        if read.usage is not None:
-            break
-        async with resume(ports(pair)[number % 2], read) as stream:
-            await read_on(stream, read, max_events=3)
+        await read_text(stream, read)
+    num_texts, num_while_live = 1, 0
+    while not read.is_over:
+        async with resume(ports(pair)[num_texts % 2], read) as stream:
+            await read_text(stream, read)
+        num_texts += 1
+        num_while_live += await outcomes(pair) == before
+    async with resume(pair.port, read) as stream:
+        await read_on(stream, read)
     check(script, read)
+    assert num_while_live >= 2
 
 
 async def test_a_stop_string_across_a_cut(pair: Cluster) -> None:
@@ -196,10 +211,14 @@ async def test_only_the_same_key_reads_on(pair: Cluster) -> None:
         await collect(plain, record=record)
 
 
-async def test_a_finished_answer_is_shown_again(pair: Cluster) -> None:
-    """From any token on, as often as one likes, in its own dialect; nothing is computed."""
+@pytest.mark.parametrize("path", [CHAT_PATH, API_PATH])
+async def test_a_finished_answer_is_shown_again(pair: Cluster, path: str) -> None:
+    """From any token on, inside a character too, as often as one likes, for ten minutes, in its own dialect.
+
+    Nothing is computed for it.
+    """
     before = await outcomes(pair)
-    async with ask_resumable(pair.port, CROOKED) as (stream, first):
+    async with ask_resumable(pair.port, CROOKED, path=path) as (stream, first):
         await read_on(stream, first)
     for port in ports(pair):
         again = ReadSoFar(request_id=first.request_id)
@@ -207,12 +226,26 @@ async def test_a_finished_answer_is_shown_again(pair: Cluster) -> None:
             await read_on(stream, again)
         check(CROOKED, again)
         assert first.usage == again.usage
-    path = f"{STREAMS_PATH}chatcmpl-{first.request_id}?from={first.last_id}"
-    async with open_request(pair.port, "GET", path) as stream:
-        rest = await read_on(stream, ReadSoFar(request_id=first.request_id))
-    assert ("", "stop") == (rest.text, rest.finish_reason)
+    for num_tokens in range(CROOKED.num_pieces + 1):
+        played = (list(CROOKED.pieces) * CROOKED.repeat)[:num_tokens]
+        begun = b"".join(piece.encode() if isinstance(piece, str) else piece for piece in played)
+        text = codecs.getincrementaldecoder("utf-8")("replace").decode(begun)
+        url = f"{STREAMS_PATH}chatcmpl-{first.request_id}?from={num_tokens}"
+        async with open_request(ports(pair)[num_tokens % 2], "GET", url) as stream:
+            rest = await read_on(stream, ReadSoFar(request_id=first.request_id))
+        assert (CROOKED.text(), "stop") == (text + rest.text, rest.finish_reason), num_tokens
     await wait_outcomes(pair, before, finished=1)
     assert 400 == (await pair.get(f"{STREAMS_PATH}{first.request_id}?from=-1")).status
+    with connect(f"redis://{(await pair.status()).one('redis').address}/0") as client:
+        key = f"firsttoken:1:log:{{{first.request_id}}}"
+        assert 600 - ANSWER_WITHIN_S < client.ttl(key) <= 600
+        client.pexpire(key, 1)
+        await eventually(
+            lambda: pair.get(STREAMS_PATH + first.request_id),
+            lambda answer: answer.status == 404,
+            within_s=30.0,
+            what="it is over",
+        )
 
 
 async def test_a_client_that_does_not_come_back(pair: Cluster) -> None:
