@@ -6,6 +6,7 @@ import pty
 import select
 import time
 from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tests.support.cluster import FIRSTTOKEN, Cluster
 from tests.support.polling import eventually
 from tests.support.script import Script
+from tests.support.tcp_proxy import tcp_proxy
 
 CTRL_C, CTRL_D = b"\x03", b"\x04"
 PROMPT = b"> "
@@ -46,23 +48,30 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+@contextmanager
+def conversation(url: str) -> Generator[Terminal]:
+    """One that has just been started."""
+    pid, descriptor = pty.fork()
+    if pid == 0:
+        os.execv(FIRSTTOKEN, [FIRSTTOKEN, "chat", "--url", url])
+    try:
+        yield Terminal(pid=pid, descriptor=descriptor)
+    finally:
+        os.close(descriptor)  # a program that still runs is told by its terminal
+
+
 @pytest.fixture
 def terminal(cluster: Cluster) -> Generator[Terminal]:
     """With a conversation that is at its first prompt."""
-    pid, descriptor = pty.fork()
-    if pid == 0:
-        os.execv(FIRSTTOKEN, [FIRSTTOKEN, "chat", "--url", cluster.base_url])
-    opened = Terminal(pid=pid, descriptor=descriptor)
-    try:
+    with conversation(cluster.base_url) as opened:
         opened.read_until(PROMPT)
         yield opened
-    finally:
-        os.close(descriptor)  # a program that still runs is told by its terminal
 
 
 # Their messages spell the words in hexadecimal: what is typed does not show what is answered.
 LONG = Script(pieces=[b"long "], repeat=1000, step_ms=50)
 SHORT = Script(pieces=[b"sh", b"ort"])
+STEADY = Script(pieces=[f"p{number} ".encode() for number in range(60)], step_ms=50)
 
 
 def _talk(terminal: Terminal) -> tuple[bytes, bytes]:
@@ -90,6 +99,41 @@ async def test_ctrl_c_stops_an_answer_and_not_the_program(cluster: Cluster, term
     assert whole.endswith(b"\nshort")
     assert 0 == await asyncio.to_thread(terminal.exit_code)
     await eventually(cluster.status, lambda s: not s.live_requests, within_s=30.0, what="the stopped answer is gone")
+
+
+async def test_an_answer_goes_on_behind_a_cut(cluster: Cluster) -> None:
+    """What is shown is the uncut answer, and a word that there was a cut; Ctrl-C stops one that was resumed, too."""
+    async with tcp_proxy(cluster.port) as proxy:
+        with conversation(f"http://127.0.0.1:{proxy.port}") as terminal:
+
+            async def shown(wanted: bytes) -> bytes:
+                return await asyncio.to_thread(terminal.read_until, wanted)
+
+            def cut() -> None:
+                proxy.cut()
+                proxy.restore()
+
+            await shown(PROMPT)
+            terminal.type(STEADY.message.encode() + b"\n")
+            begun = await shown(b"p10 ")
+            cut()
+            answer = begun + await shown(b"p59 ")
+            assert STEADY.text().encode() == answer[answer.index(b"p0 ") :]
+            await shown(b"the connection was cut; resumed")
+            await shown(PROMPT)
+
+            terminal.type(LONG.message.encode() + b"\n")
+            await shown(b"long long ")
+            cut()
+            await shown(b"long " * 20)
+            terminal.type(CTRL_C)
+            await shown(b"stopped")
+            await shown(PROMPT)
+            await eventually(
+                cluster.status, lambda s: not s.live_requests, within_s=30.0, what="the stopped one is gone"
+            )
+            terminal.type(CTRL_D)
+            assert 0 == await asyncio.to_thread(terminal.exit_code)
 
 
 async def test_ctrl_d_leaves(terminal: Terminal) -> None:
