@@ -148,6 +148,8 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
                 answer = await self._next_answer(row, stream, staging, context)
             # Written outside the scope: a message that is broken off half-way would leave the stream unusable.
             if scope.was_stopped:
+                if not row.receiver.is_complete:  # frames are on their way
+                    self._metrics.refused(RefusedKind.LATE_TRANSFER)
                 answer = Reject(code=row.reject_code, message="the attempt has ended here")
             match answer:
                 case Reject():

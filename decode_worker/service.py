@@ -376,7 +376,8 @@ class DecodeService:
         if row is None:
             return
         if not row.outbox.ack(index):
-            self._metrics.refused(RefusedKind.LATE_ACK)
+            if index != len(row.delivered):  # what its reader had before, said with its first attach
+                self._metrics.refused(RefusedKind.LATE_ACK)
             return
         if row.stage is Stage.ENDED:
             self._report_done(row)

@@ -173,7 +173,7 @@ async def test_what_comes_after_the_end_is_refused_as_gone() -> None:
         late = await sender.open()
         assert await late.rejected() is RejectCode.GONE
         assert await sender.tell_first_token() is RejectCode.GONE
-        assert {RefusedKind.LATE_TRANSFER: 2} == refused(pair.decode.metrics)
+        assert {RefusedKind.LATE_TRANSFER: 3} == refused(pair.decode.metrics)
 
 
 @pytest.mark.parametrize(

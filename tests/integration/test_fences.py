@@ -1,22 +1,37 @@
 """A worker that stood still while its work was given away, and wakes up: its word counts for nothing any more."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack
 
 import pytest
 
+from shared.domain.refusals import RefusedKind
 from tests.support.audited import BACK_WITHIN_S, audited
 from tests.support.cancelling import blocks_in_use, live, live_uncached, outcomes, wait_for_state, wait_outcomes
 from tests.support.chat import ChatRecord, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan, Service
 from tests.support.polling import eventually
 from tests.support.processes import frozen
+from tests.support.refusals import refused_by_role
 from tests.support.script import Script, counting, padded
 
 ANSWER_WITHIN_S = 120.0
 # Its chunks leave one after another over some seconds: whoever is stopped meanwhile is in the middle of its copy.
 COPYING = padded([*(f"w{i} " for i in range(30)), "x"], num_prompt_tokens=1_500, prefill_ms=4_000)
+LATE = {
+    RefusedKind.LATE_TRANSFER,
+    RefusedKind.LATE_FRAME,
+    RefusedKind.DOUBLED_FRAME,
+    RefusedKind.LATE_READER,
+    RefusedKind.LATE_ACK,
+    RefusedKind.DETACHED_TOKENS,
+    RefusedKind.DUPLICATE_EVENT,
+    RefusedKind.STALE_ATTEMPT,
+    RefusedKind.LATE_EVENT,
+    RefusedKind.UNKNOWN_REQUEST,
+}
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -30,9 +45,11 @@ def pairs_system(request: pytest.FixtureRequest) -> Generator[Cluster]:
 
 @pytest.fixture
 async def pairs(pairs_system: Cluster) -> AsyncGenerator[Cluster]:
-    """Idle and warm before, idle and whole after."""
+    """Idle and warm before, idle and whole after. What was refused was late, and no damage or bug of anybody."""
     async with audited(pairs_system) as cluster:
         yield cluster
+        counts = sum((await refused_by_role(cluster)).values(), Counter[str]())
+        assert set(counts) <= LATE
 
 
 async def wait_given_up(cluster: Cluster, worker: Service) -> None:
@@ -49,6 +66,17 @@ async def holders(cluster: Cluster, role: str) -> list[Service]:
     """Workers of a role that have blocks in use."""
     workers = (await cluster.status()).of_role(role)
     return [worker for worker in workers if blocks_in_use(await cluster.metrics(worker))]
+
+
+async def num_late(cluster: Cluster) -> int:
+    """Transfers and frames that a decode worker has refused because their attempt is not theirs any more."""
+    counts = (await refused_by_role(cluster))["decode"]
+    return counts[RefusedKind.LATE_TRANSFER] + counts[RefusedKind.LATE_FRAME]
+
+
+async def wait_late(cluster: Cluster, before: int) -> None:
+    """More than before."""
+    await eventually(lambda: num_late(cluster), lambda now: now > before, within_s=60.0, what="what is late is refused")
 
 
 def check(script: Script, record: ChatRecord) -> None:
@@ -81,9 +109,11 @@ async def test_a_decode_worker_wakes_up_in_mid_answer(pairs: Cluster) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_worker_wakes_up_in_the_middle_of_a_copy(pairs: Cluster, role: str) -> None:
+async def test_a_worker_wakes_up_in_the_middle_of_a_copy(
+    pairs: Cluster, role: str, request: pytest.FixtureRequest
+) -> None:
     """The prompt was computed and copied by others meanwhile; what the old pair still sends is in nobody's answer."""
-    before = await outcomes(pairs)
+    before, before_late = await outcomes(pairs), await num_late(pairs)
     async with live_uncached(pairs, COPYING) as stream:
         await wait_for_state(pairs, "prefilling")
         (victim,) = await holders(pairs, role)
@@ -92,12 +122,16 @@ async def test_a_worker_wakes_up_in_the_middle_of_a_copy(pairs: Cluster, role: s
             async with asyncio.timeout(ANSWER_WITHIN_S):
                 record = await collect(stream)
     check(COPYING, record)
+    if role == "prefill" or request.node.callspec.params["pairs_system"] == "shm":
+        # By grpc a frame that lies in the receiver's own memory is its copy, of blocks that nobody reads any more.
+        await wait_late(pairs, before_late)
     await pairs.wait_ready(within_s=BACK_WITHIN_S)
     await wait_outcomes(pairs, before, finished=1)
 
 
 async def test_blocks_of_a_copy_that_stands_still_are_nobody_elses(pairs: Cluster) -> None:
     """PDX-01: A is cancelled while its sender stands still in mid-copy; others fill the pool; then A's frames come."""
+    before_late = await num_late(pairs)
     async with live_uncached(pairs, COPYING) as stream:
         await wait_for_state(pairs, "prefilling")
         (sender,) = await holders(pairs, "prefill")
@@ -108,3 +142,4 @@ async def test_blocks_of_a_copy_that_stands_still_are_nobody_elses(pairs: Cluste
                 asked = [group.create_task(ask(pairs.port, script.body())) for script in scripts]
     for script, task in zip(scripts, asked, strict=True):
         assert script.text() == task.result()["choices"][0]["message"]["content"]
+    await wait_late(pairs, before_late)

@@ -26,8 +26,9 @@ async def until_refused(metrics: Metrics, kind: RefusedKind, count: int = 1) -> 
 
 async def refused_by_role(cluster: Cluster) -> dict[str, Counter[str]]:
     """Role -> kind -> count, of the processes that run now."""
-    status = await cluster.status()
     counts: dict[str, Counter[str]] = {}
-    for service in status.services:
-        counts.setdefault(service.role, Counter()).update(refused(await cluster.metrics(service)))
+    for role in ("gateway", "scheduler", "prefill", "decode"):
+        counts[role] = Counter()
+        for scraped in await cluster.role_metrics(role):
+            counts[role].update(refused(scraped))
     return counts

@@ -8,6 +8,7 @@ import pytest
 from decode_worker.sequence import HeldSequence
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import TokenId
+from shared.domain.refusals import RefusedKind
 from shared.domain.request import FinishReason
 from shared.engine.decode_runner import Grant, Join, Leave
 from shared.engine.executor import SampledToken, SequenceFault
@@ -15,6 +16,7 @@ from shared.kv.frames import RejectCode
 from shared.obs.metrics import Metrics
 from shared.wire import scheduler_pb2
 from tests.support.decode_table import EOS, FIRST, Reader, Table, token
+from tests.support.refusals import refused
 
 
 @pytest.fixture
@@ -213,9 +215,20 @@ def test_late_and_doubled_words_change_nothing_and_are_counted(table: Table) -> 
     table.step(left=(key,))
     table.service.ack(key, 2, reader)
 
-    told = table.metrics.render().decode()
-    counts = {"doubled_first_token": 1.0, "late_ack": 2.0, "late_reader": 2.0}
-    assert all(f'firsttoken_refused_total{{kind="{kind}"}} {count}' in told for kind, count in counts.items()), told
+    counts = {RefusedKind.DOUBLED_FIRST_TOKEN: 1, RefusedKind.LATE_ACK: 2, RefusedKind.LATE_READER: 2}
+    assert counts == refused(table.metrics)
+
+
+def test_what_a_reader_had_before_is_no_late_acknowledgement(table: Table) -> None:
+    """It says so with its first attach; less than that is late."""
+    key = table.reserve(delivered=(50, 51))
+    row, reader = table.row(key), Reader()
+    table.service.attach(key, ticket=row.attach_ticket, from_index=3, reader=reader)
+    table.service.ack(key, 2, reader)
+    assert {} == refused(table.metrics)
+    table.service.ack(key, 1, reader)
+
+    assert {RefusedKind.LATE_ACK: 1} == refused(table.metrics)
 
 
 def test_of_two_sessions_of_a_resumable_answer_the_higher_counts(table: Table) -> None:
@@ -225,13 +238,13 @@ def test_of_two_sessions_of_a_resumable_answer_the_higher_counts(table: Table) -
     older, newer = Reader(), Reader()
     table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=older, session=1)
     table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=newer, session=2)
-    with pytest.raises(ServingError) as refused:
+    with pytest.raises(ServingError) as caught:
         table.service.attach(key, ticket=row.attach_ticket, from_index=1, reader=older, session=1)
     for reader in (older, newer):
         table.service.ack(key, 1, reader, 1)
         table.service.finish(key, 1, FinishReason.STOP, reader, 1)
 
-    assert ErrorCode.SUPERSEDED is refused.value.code
+    assert ErrorCode.SUPERSEDED is caught.value.code
     assert (newer, 0) == (row.reader, row.outbox.acked_upto)
     table.service.ack(key, 1, newer, 2)
     assert 1 == row.outbox.acked_upto
