@@ -108,6 +108,11 @@ class ControlLine:
             with contextlib.suppress(LinkBroken, ServingError):
                 await self._stream.tell_delivered(delivered)
 
+    def dial_again(self) -> None:
+        """An attempt was closed here: the scheduler learns it from the next Start."""
+        if self._stream is not None:
+            self._stream.close()
+
     async def _run_stream(self, spec: RequestSpec, backoff: Backoff) -> Outcome:
         """One stream, to its end."""
         last_attempt, tokens_held = self._progress()
@@ -129,6 +134,8 @@ class ControlLine:
                     # No await between these two lines: `ask_cancel` has either seen the stream or left its reason.
                     self._stream, reason = stream, self._cancel_reason
                     self._is_known = True
+                    if self._last_closed() != start.last_attempt_closed:
+                        raise LinkBroken("outdated")  # closed while it was dialled
                     if reason is not None:
                         await stream.ask_cancel(reason)
                     while True:

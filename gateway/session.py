@@ -382,6 +382,11 @@ class Session:
         if refusal.code is ErrorCode.SUPERSEDED:
             self.supersede()
             return
+        if refusal.code is ErrorCode.INVALID_REQUEST:
+            # A gateway that is lost acknowledged what Redis, away then, has not: another attempt computes it again.
+            self._attempts.close(attempt)
+            self._control.dial_again()
+            return
         try:
             async with asyncio.timeout(_REFUSED_WAIT_S):
                 while not self._attempts.is_closed(attempt) and self._finish_reason is None:

@@ -48,7 +48,7 @@ from scheduler.waiting import Waiter, Waiting
 from shared.domain import lifecycle_events as events
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Epoch, RequestId
-from shared.domain.lifecycle import RetryRule, deadline_exceeded
+from shared.domain.lifecycle import PLACED_STATES, RetryRule, deadline_exceeded
 from shared.domain.lifecycle_events import WriteStep
 from shared.domain.refusals import RefusedKind
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestState, Role, StoredRequest
@@ -173,7 +173,13 @@ class SchedulerCore:
             old = self.ledger.attach(entry, event.stream)
             if old is not None and old != event.stream:
                 self._emit(CloseStream(stream=old))
-            if not self._adoption.tells_later(entry):
+            record = entry.record
+            if record.state in PLACED_STATES and event.last_attempt_closed >= record.attempt:
+                # What its gateway lacks of the tokens is not held there any more.
+                error = ServingError(ErrorCode.WORKER_LOST, "the gateway cannot go on with the attempt")
+                failed = events.AttemptFailed(attempt=record.attempt, role=Role.DECODE, error=error)
+                self._lives.advance(entry, failed, now)
+            elif not self._adoption.tells_later(entry):
                 self._lives.tell_present_state(entry)
             self._lives.place(now)
             return

@@ -1,10 +1,13 @@
 """Resumable answers while Redis is away."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Generator
 
 import pytest
 
+from tests.support import processes
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.polling import eventually
 from tests.support.redis_server import RedisServer, own_redis
@@ -64,6 +67,30 @@ async def test_a_store_that_is_away_delays_only_the_resuming(
             async with resume(port, late) as resumed:
                 await read_on(resumed, late)
             assert (None, script.text(), "stop") == (late.error, late.text, late.finish_reason)
+
+
+async def test_what_the_store_lacks_of_a_lost_gateway_is_computed_again(
+    cluster: Cluster, redis_server: RedisServer
+) -> None:
+    """Shown and acknowledged while Redis took no writes, so that the log ends before what decode still holds."""
+    script = counting(200, step_ms=20)  # all of it has room in the outbox: nothing is parked and preempted
+    async with asyncio.timeout(ANSWER_WITHIN_S):
+        async with ask_resumable(cluster.port, script) as (stream, read):
+            await read_on(stream, read, max_events=5)
+            with redis_server.client as client:
+                client.replicaof("127.0.0.1", "1")
+            await read_on(stream, read, max_events=60)
+            lost = (await cluster.gateways())[0].live_pid
+            os.kill(lost, signal.SIGKILL)
+            await read_on(stream, read)
+        await processes.wait_gone(lost)
+        with redis_server.client as client:
+            client.replicaof("NO", "ONE")
+        async with resume(cluster.port + 1, read) as resumed:
+            await read_on(resumed, read)
+    assert (None, script.text(), "stop") == (read.error, read.text, read.finish_reason)
+    assert 201 == (read.usage or {})["completion_tokens"]
+    await cluster.wait_ready()
 
 
 NUM_STORED = """

@@ -71,8 +71,10 @@ class FakeStream:
         self.deliveries.append(delivered)
 
     def close(self) -> None:
-        """Remembered."""
+        """Remembered; a read ends as at a broken line."""
         self.is_closed = True
+        self._steps[:0] = [BROKEN]
+        self._cancelled.set()
 
 
 class FakeScheduler:
@@ -102,6 +104,7 @@ def line(
     scheduler: FakeScheduler,
     *,
     progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    last_closed: Callable[[], int] = lambda: 0,
     on_queued: Callable[[Queued], None] = lambda _queued: None,
     on_placed: Callable[[Placed], None] = lambda _placed: None,
     on_requeued: Callable[[Requeued], None] = lambda _requeued: None,
@@ -115,6 +118,7 @@ def line(
         scheduler=cast("SchedulerClient", scheduler),
         clock=RealClock(),
         progress=progress,
+        last_closed=last_closed,
         on_queued=on_queued,
         on_placed=on_placed,
         on_requeued=requeued,
@@ -144,6 +148,25 @@ async def test_a_broken_stream_is_dialled_again_with_what_is_known() -> None:
     assert [(0, 0), (1, 7), (1, 9)] == [(start.last_attempt_seen, start.tokens_held) for start in scheduler.starts]
     assert all(stream.is_closed for stream in scheduler.streams)
     assert 2 == scheduler.num_looks
+
+
+async def test_an_attempt_that_was_closed_here_is_told_on_a_new_stream() -> None:
+    """At once; also where it is closed while the line is dialled."""
+    closed = [0]
+    scheduler = FakeScheduler([PLACED, WAIT], [Requeued(attempt=Attempt(1), reason=""), FINISHED])
+
+    def close_it(_placed: Placed) -> None:
+        closed[0] = 1
+        subject.dial_again()
+
+    subject = line(scheduler, last_closed=lambda: closed[0], on_placed=close_it)
+    assert FINISHED == await subject.run(SPEC)
+    assert [0, 1] == [start.last_attempt_closed for start in scheduler.starts]
+
+    told = iter([0, 1, 1, 1])
+    scheduler = FakeScheduler([PLACED, FINISHED], [FINISHED])
+    assert FINISHED == await line(scheduler, last_closed=lambda: next(told)).run(SPEC)
+    assert [0, 1] == [start.last_attempt_closed for start in scheduler.starts]
 
 
 async def test_delivered_is_told_where_there_is_a_stream() -> None:
