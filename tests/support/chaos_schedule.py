@@ -151,5 +151,5 @@ def _short_or_long(choose: random.Random) -> float:
 
 def _process(choose: random.Random) -> str:
     """A worker, or now and then a scheduler or a gateway: the latter cuts its clients off."""
-    role = choose.choices([WORKERS, SCHEDULERS, GATEWAYS], [10, 4, 3])[0]
+    role = choose.choices([WORKERS, SCHEDULERS, GATEWAYS], [10, 4, 2])[0]
     return choose.choices(role, [3, 1, 1] if role is SCHEDULERS else None)[0]

@@ -1,5 +1,6 @@
 """Judges a run under fault by what its clients saw, what its processes logged, and what its schedulers recorded."""
 
+import json
 from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ def judge(done: Done) -> tuple[list[str], Figures]:
     """All that is wrong (empty: nothing), and the figures."""
     lines = log_lines(done.log_folder)
     observed = life_traces.traces(lines)
-    problems = [*_client_problems(done), *_outcome_problems(done, lines)]
+    problems = [*_client_problems(done, lines), *_outcome_problems(done, lines)]
     for request_id, trace in observed.items():
         found = life_traces.violations(trace)
         problems += [f"{request_id}: {violation}" for violation in found]
@@ -65,16 +66,32 @@ def judge(done: Done) -> tuple[list[str], Figures]:
     return problems, figures
 
 
-def _client_problems(done: Done) -> list[str]:
+def _client_problems(done: Done, lines: list[dict[str, Any]]) -> list[str]:
     problems: list[str] = []
     for seen, question in zip(done.seen, done.schedule.questions, strict=True):
+        found: list[str] = []
         if seen.end is End.WRONG:
-            problems.append(str(seen))
+            found.append(str(seen))
         elif seen.end in (End.FAILED, End.CUT) and not is_explained(seen, question, done.applied):
-            problems.append(f"{seen}, which no fault explains")
+            found.append(f"{seen}, which no fault explains")
         if seen.delete_status == 404 and not may_be_unknown(seen, done.applied):
-            problems.append(f"{seen}; its DELETE found nothing")
+            found.append(f"{seen}; its DELETE found nothing")
+        if found:
+            problems += [*found, f"    {question}", *_said_of(seen.record.request_id, lines)]
     return problems
+
+
+def _said_of(request_id: str, lines: list[dict[str, Any]]) -> list[str]:
+    """Each line of each process about one request: who looks for the reason begins there."""
+    about = [line for line in lines if request_id and request_id in json.dumps(line)]
+    plain = ("timestamp", "process", "role", "level", "component", "client_request_id", "request_id")
+    told = [
+        {name: value for name, value in line.items() if name not in plain and value not in (None, 0)} for line in about
+    ]
+    return [
+        f"    {line['timestamp']} {line.get('process', line['role'])} {json.dumps(rest)}"
+        for line, rest in zip(about, told, strict=True)
+    ]
 
 
 def _outcome_problems(done: Done, lines: list[dict[str, Any]]) -> list[str]:
