@@ -122,7 +122,7 @@ class Client:
         except* (AssertionError, ValueError, LookupError) as errors:
             seen.end, seen.detail = End.WRONG, repr(errors.exceptions[0])
         seen.ended_s = self.now_s
-        _judge_answer(seen, question, asked)
+        judge_answer(seen, question, asked)
         return seen
 
     # ---- plain answers
@@ -261,14 +261,14 @@ async def _take(stream: HttpStream, read: ReadSoFar, asked: Asked, seen: Seen) -
             before = read.last_id
             read.take(await stream.next_data())
             if read.last_id != before and asked.script is not None:
-                _check_place(read, asked.script)
+                check_place(read, asked.script)
     except ConnectionCut:
         pass
     finally:
         seen.record.deltas[:] = [read.text]
 
 
-def _check_place(read: ReadSoFar, script: Script) -> None:
+def check_place(read: ReadSoFar, script: Script) -> None:
     """Id n = the text so far is that of the first n tokens, but for a character whose end is still to come."""
     if not read.text.endswith(CUT_CHARACTER):  # the end of an answer that was broken off inside one
         expected = text_of(script, read.last_id)
@@ -294,7 +294,7 @@ def _take_whole(answer: dict[str, Any], question: Question, seen: Seen) -> None:
     seen.end = End.FINISHED
 
 
-def _judge_answer(seen: Seen, question: Question, asked: Asked) -> None:
+def judge_answer(seen: Seen, question: Question, asked: Asked) -> None:
     """Finished means all of it, counted once; everything else is a beginning of it."""
     if seen.end is End.WRONG:
         return
