@@ -10,10 +10,19 @@ import pytest
 
 from tests.support import leaks
 from tests.support.audited import BACK_WITHIN_S, audited
-from tests.support.cancelling import live, live_body, outcomes, wait_for_state, wait_outcomes
+from tests.support.cancelling import (
+    holders,
+    live,
+    live_body,
+    live_uncached,
+    outcomes,
+    wait_for_state,
+    wait_outcomes,
+)
 from tests.support.chat import CHAT_PATH, ChatRecord, ask, collect, stream_chat
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.http_client import open_request
+from tests.support.polling import eventually
 from tests.support.processes import wait_gone
 from tests.support.script import Script, counting, padded
 
@@ -95,6 +104,38 @@ async def test_a_prefill_worker_dies_in_mid_prompt(pairs: Cluster) -> None:
         check(script, task.result())
     await wait_outcomes(pairs, before, finished=len(prompts) + 1)
     assert requeued < await num_requeued(pairs, "worker_lost")
+
+
+@pytest.mark.parametrize("roles", [("decode", "decode"), ("prefill", "prefill"), ("prefill", "decode")], ids="-".join)
+async def test_two_workers_die_under_one_request(pairs: Cluster, roles: Sequence[str]) -> None:
+    """kill -9, of whichever role: it goes on once; the second time it is taken for the cause, and not given to a third."""
+    before = await outcomes(pairs)
+    script = padded([f"{i} " for i in range(50)], num_prompt_tokens=1_000, prefill_ms=4_000, repeat=40, step_ms=20)
+    killed: list[int] = []
+    async with live_uncached(pairs, script) as stream:
+        record = ChatRecord(request_id=stream.headers["x-firsttoken-request"])
+        for role in roles:
+            if role == "decode":  # its answer has begun there
+                await collect(stream, record=record, until_deltas=len(record.deltas) + 5)
+            victim = await the_holder(pairs, role, killed)
+            os.kill(victim, signal.SIGKILL)
+            killed.append(victim)
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            await collect(stream, record=record)
+    assert "request_poisoned" == (record.error or {})["code"]
+    assert script.text(len(record.deltas)) == record.text
+    await wait_outcomes(pairs, before, failed=1)
+
+
+async def the_holder(cluster: Cluster, role: str, killed: Sequence[int]) -> int:
+    """The process of this role that holds the only request, and is none of those."""
+    (holder,) = await eventually(
+        lambda: holders(cluster, role),
+        lambda found: len(found) == 1 and found[0].live_pid not in killed,
+        within_s=BACK_WITHIN_S,
+        what=f"one {role} worker holds the request",
+    )
+    return holder.live_pid
 
 
 async def test_whole_answers_and_stop_strings_outlive_a_worker(pairs: Cluster) -> None:

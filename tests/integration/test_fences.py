@@ -9,7 +9,7 @@ import pytest
 
 from shared.domain.refusals import RefusedKind
 from tests.support.audited import BACK_WITHIN_S, audited
-from tests.support.cancelling import blocks_in_use, live, live_uncached, outcomes, wait_for_state, wait_outcomes
+from tests.support.cancelling import holders, live, live_uncached, outcomes, wait_for_state, wait_outcomes
 from tests.support.chat import ChatRecord, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan, Service
 from tests.support.polling import eventually
@@ -60,12 +60,6 @@ async def wait_given_up(cluster: Cluster, worker: Service) -> None:
         within_s=60.0,
         what=f"{worker.id} is given up",
     )
-
-
-async def holders(cluster: Cluster, role: str) -> list[Service]:
-    """Workers of a role that have blocks in use."""
-    workers = (await cluster.status()).of_role(role)
-    return [worker for worker in workers if blocks_in_use(await cluster.metrics(worker))]
 
 
 async def num_late(cluster: Cluster) -> int:

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from tests.support.chat import CHAT_PATH
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, Service
 from tests.support.http_client import HttpStream, open_request
 from tests.support.metrics import Scrape
 from tests.support.polling import eventually
@@ -18,9 +18,13 @@ FILLER_PREFILL_MS = 20_000
 
 
 @asynccontextmanager
-async def live_body(cluster: Cluster, body: dict[str, Any]) -> AsyncGenerator[HttpStream]:
-    """A streamed request that has been admitted."""
-    async with open_request(cluster.port, "POST", CHAT_PATH, body={**body, "stream": True}) as stream:
+async def live_body(
+    cluster: Cluster, body: dict[str, Any], *, port: int | None = None, receive_buffer: int | None = None
+) -> AsyncGenerator[HttpStream]:
+    """A streamed request that has been admitted; `port` of another gateway than the first."""
+    async with open_request(
+        port or cluster.port, "POST", CHAT_PATH, body={**body, "stream": True}, receive_buffer=receive_buffer
+    ) as stream:
         assert 200 == stream.status, await stream.read_body()
         yield stream
 
@@ -99,6 +103,12 @@ async def wait_outcomes(cluster: Cluster, before: dict[str, float], **grown: int
         within_s=40.0,
         what=f"outcomes {wanted}",
     )
+
+
+async def holders(cluster: Cluster, role: str) -> list[Service]:
+    """Workers of a role that have blocks in use."""
+    workers = (await cluster.status()).of_role(role)
+    return [worker for worker in workers if blocks_in_use(await cluster.metrics(worker))]
 
 
 def long_decode(*, step_ms: int = 20) -> Script:
