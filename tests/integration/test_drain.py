@@ -1,6 +1,7 @@
 """Services are stopped one after the other: what runs ends, or goes on elsewhere; nothing new is lost on the way."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -231,8 +232,8 @@ async def the_busy(cluster: Cluster, role: str) -> Service:
 
 @pytest.fixture(scope="module")
 def plain_system() -> Generator[Cluster]:
-    """One of each, with the drain limit that is set where nobody sets one: 30 s."""
-    with ClusterPlan().scripted().start() as cluster:
+    """One of each, with the drain limit that is set where nobody sets one: 30 s. A worker may be stopped for some seconds."""
+    with ClusterPlan().scripted().setting("worker_lost_s", 20).start() as cluster:
         yield cluster
 
 
@@ -278,6 +279,31 @@ async def test_ops_01_streams_of_a_stopped_gateway_end_well(plain: Cluster) -> N
     await processes.wait_gone(old.live_pid)
     assert clock.time() - ended_at < 15  # one that waited for its limit would take 22 s more
     await wait_restarted(plain, old, "gateway-0")
+
+
+async def test_a_stopped_prefill_worker_brings_its_cache_first(plain: Cluster) -> None:
+    """What it has computed is not computed again: it ends when decode, which stands still meanwhile, has everything."""
+    script = padded(["x", "y", "z"], num_prompt_tokens=1_000, prefill_ms=1_500)
+    status = await plain.status()
+    async with live_uncached(plain, script) as stream:
+        await wait_for_state(plain, "prefilling")
+        with processes.frozen(status.one("decode").live_pid):
+            await wait_for_state(plain, "transferring")
+            old = await stop(plain, "prefill-0")
+            await wait_draining(old)
+        record = await collect(stream)
+    assert (script.text(), "stop", None) == (record.text, record.finish_reason, record.error)
+    await wait_restarted(plain, old, "prefill-0")
+    assert 1 == await num_attempts(plain, record.request_id)
+
+
+async def num_attempts(cluster: Cluster, request_id: str) -> int:
+    """Of a request that has ended, by the scheduler's log."""
+    folder = cluster.log_folder
+    assert folder is not None
+    lines = (await asyncio.to_thread((folder / "scheduler-0.log").read_text)).splitlines()
+    (ended,) = [line for line in lines if request_id in line and '"request ended"' in line]
+    return int(json.loads(ended)["attempts"])
 
 
 async def test_a_second_signal_ends_each_service_at_once(plain: Cluster) -> None:
