@@ -111,7 +111,7 @@ _WEIGHTS = {
     FaultKind.TERMINATE: 4,
     FaultKind.REDIS_KILL: 1,
     FaultKind.REDIS_FREEZE: 1,
-    FaultKind.LINK_CUT: 2,
+    FaultKind.LINK_CUT: 3,
     FaultKind.LINK_SLOW: 1,
     FaultKind.LINK_SILENT: 1,
     FaultKind.REDIS_LINK_CUT: 1,
