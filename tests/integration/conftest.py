@@ -12,8 +12,8 @@ from tests.support.script import counting
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--sweep 100`: how many requests are cancelled at each stage, and five times that at random moments."""
-    parser.addoption("--sweep", type=int, default=20, help="cancels at each stage of a request's life")
+    """`--sweep 100`: how many requests end at each stage, by each cause, and five times that at random moments."""
+    parser.addoption("--sweep", type=int, default=8, help="cancels at each stage of a request's life")
 
 
 @pytest.fixture

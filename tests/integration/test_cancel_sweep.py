@@ -1,177 +1,255 @@
-"""PDX-06: crowds cancelled at each stage of their lives, by every way; the audit of the fixture finds nothing left.
+"""PDX-06, CAN-04: crowds that end at each stage of their lives, by every cause and way, at either of two gateways; the
+audit of the fixture finds nothing left.
 
-Twenty a stage here; `make sweep` takes a hundred, and five hundred at random moments.
+A few a stage here; `make sweep` takes a hundred, for every cause at every stage, and five hundred at random moments.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import count
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import AsyncExitStack
+from itertools import cycle
 
 import pytest
 
 from tests.support import leaks
-from tests.support.cancelling import (
-    busy_prefill,
-    live,
-    live_uncached,
-    long_decode,
-    outcomes,
-    wait_for_state,
-    wait_outcomes,
-)
+from tests.support.cancelling import long_decode, outcomes, wait_for_state, wait_outcomes
 from tests.support.chat import CHAT_PATH, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan
-from tests.support.http_client import HttpStream, open_request
-from tests.support.metrics import Scrape
+from tests.support.http_client import HttpStream, exchange, open_request
 from tests.support.polling import eventually
 from tests.support.processes import frozen
-from tests.support.script import Script, counting, padded
+from tests.support.redis_server import connect
+from tests.support.script import Script, counting
+from tests.support.stages import NUM_FILLERS, STAGES, Held, at_once, held_at
 
-NUM_FILLERS = 3  # of `busy_prefill`
-PREFILLING = padded(["x"], num_prompt_tokens=100, prefill_ms=8_000)
-BIG = Script(pieces=["0123456789abcdef" * 256], repeat=5_000)  # 4 KiB a token, so that the sockets hold few of them
-WORDS = (f"{number} " for number in count(1_000))
-ROUND = {"queued": 50, "copying": 2, "parked": 10}
-"""How many fit at once: what waits for a place would be queued, and that is another stage. Elsewhere ten."""
-STAGES = ("queued", "placing", "waiting for prefill", "prefilling", "copying", "decoding", "parked", "last step")
-Thaw = Callable[[], None]
-pytestmark = pytest.mark.timeout(600)
+FULL_SWEEP = 100
+MAX_ROUNDS = 3  # of a short one
+ENDED_WITHIN_S = 60.0
+DEADLINE_S = 8.0  # as long as a crowd may need to get where it is to be late, on a busy machine
+GATEWAY_GRACE_S = 2.0
+CAUSES = ("client", "deadline", "lost gateway")
+# A deadline cannot be aimed at the step that computes an end token.
+CASES = [(stage, cause) for stage in STAGES for cause in CAUSES if (stage, cause) != ("last step", "deadline")]
+# What is late at the other stages is in test_deadlines.
+SHORT_SWEEP = {
+    *((stage, "client") for stage in STAGES),
+    ("waiting for commit", "deadline"),
+    ("decoding", "lost gateway"),
+}
+PROMPT_COMPUTED = ("handshake", "copying", "waiting for commit", "decoding", "parked", "last step")
+ANSWER_BEGUN = ("decoding", "parked", "last step")
+WASTED = "firsttoken_wasted_tokens_total"
+pytestmark = pytest.mark.timeout(1_800)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every case of a full sweep, the chosen ones of a short one."""
+    if "cause" in metafunc.fixturenames:
+        sweep: object = metafunc.config.getoption("--sweep")
+        is_full = isinstance(sweep, int) and sweep >= FULL_SWEEP
+        metafunc.parametrize(("stage", "cause"), [case for case in CASES if is_full or case in SHORT_SWEEP])
 
 
 @pytest.fixture(scope="module")
 def sweep_system() -> Generator[Cluster]:
-    """Its workers may be stopped for some seconds without being given up."""
-    with ClusterPlan().scripted().setting("worker_lost_s", 20).start() as cluster:
+    """Two gateways; workers may be stopped for some seconds without being given up."""
+    plan = ClusterPlan().scripted().gateways(2)
+    with plan.setting("worker_lost_s", 20).setting("gateway_grace_s", GATEWAY_GRACE_S).start() as cluster:
         yield cluster
 
 
 @pytest.fixture
 async def swept(sweep_system: Cluster) -> AsyncGenerator[Cluster]:
     """Idle and warm before, idle and whole after."""
-    await ask(sweep_system.port, counting(3).body())
-    baseline = await leaks.capture(sweep_system)
+    await sweep_system.wait_ready()
+    for port in ports(sweep_system):
+        await ask(port, counting(3).body())
+    baseline = await leaks.capture(sweep_system, is_warm=True)
     yield sweep_system
+    await sweep_system.wait_ready()
     await leaks.assert_no_leaks(sweep_system, baseline)
 
 
-@asynccontextmanager
-async def held_at(cluster: Cluster, stage: str, num: int) -> AsyncGenerator[tuple[list[HttpStream], Thaw]]:
-    """So many streams that stay at this stage; the second lets the worker go on that was stopped for that, if one was."""
-    async with AsyncExitStack() as stack:
-        status = await cluster.status()
-        decode, prefill = (status.one(role).live_pid for role in ("decode", "prefill"))
-        thaw: Thaw = lambda: None  # noqa: E731 - most stages stop nobody
-
-        async def begin(script: Script) -> list[HttpStream]:
-            return [await stack.enter_async_context(live_uncached(cluster, script)) for _ in range(num)]
-
-        match stage:
-            case "queued":
-                await stack.enter_async_context(busy_prefill(cluster))
-                before = (await cluster.status()).requests["queued"]
-                streams = await begin(counting(3))
-                await wait_for_state(cluster, "queued", before + num)
-            case "placing":
-                thaw = stack.enter_context(frozen(decode))
-                streams = await begin(counting(2))
-                await wait_for_state(cluster, "placing", num)
-            case "waiting for prefill":
-                thaw = stack.enter_context(frozen(prefill))
-                streams = await begin(counting(2))
-                await wait_for_state(cluster, "prefilling", num)
-            case "prefilling":
-                streams = await begin(PREFILLING)
-                await wait_for_state(cluster, "prefilling", min(num, 4))
-            case "copying":
-                # Each its own words: what is cached is not copied.
-                scripts = [padded([next(WORDS), "x"], num_prompt_tokens=200, prefill_ms=1_000) for _ in range(num)]
-                streams = [await stack.enter_async_context(live(cluster, script)) for script in scripts]
-                await wait_for_state(cluster, "prefilling", num)
-                thaw = stack.enter_context(frozen(decode))
-                await wait_for_state(cluster, "transferring", num)
-            case "decoding":
-                streams = await begin(long_decode())
-                for stream in streams:
-                    await collect(stream, until_deltas=2)
-            case "parked":
-                body = {**BIG.body(), "stream": True}
-                streams = [
-                    await stack.enter_async_context(
-                        open_request(cluster.port, "POST", CHAT_PATH, body=body, receive_buffer=8_192)
-                    )
-                    for _ in range(num)
-                ]
-                await eventually(
-                    cluster.status, lambda s: s.sequences.get("parked") == num, within_s=60.0, what="all are parked"
-                )
-            case _:  # each is cancelled by itself when its end token is being computed
-                streams = await begin(counting(2, step_ms=2_000))
-        yield streams, thaw
+def ports(cluster: Cluster) -> tuple[int, int]:
+    """Of the two gateways."""
+    return cluster.port, cluster.port + 1
 
 
-async def cancel_all(cluster: Cluster, streams: list[HttpStream], thaw: Thaw, *, after_deltas: int) -> None:
-    """A third of them each way. Whoever was stopped goes on when all cancels are at the scheduler."""
+async def end_by(cluster: Cluster, cause: str, held: Held, *, after_deltas: int) -> None:
+    """Returns when the scheduler knows of every end; whoever was stopped goes on then."""
+    match cause:
+        case "client":
+            await leave(cluster, held.streams, after_deltas=after_deltas)
+        case "lost gateway":
+            for stream in held.streams:
+                await collect(stream, until_deltas=after_deltas)
+            _, second = await cluster.gateways()
+            os.kill(second.live_pid, signal.SIGKILL)
+        case _:
+            pass  # their time is running
+    await eventually(
+        cluster.status,
+        lambda s: sum(n for state, n in s.live_requests.items() if state != "aborting") <= held.num_others,
+        within_s=ENDED_WITHIN_S,
+        what="every end has been told",
+    )
+    held.thaw()
 
-    async def cancel(stream: HttpStream, way: Callable[[HttpStream], Awaitable[None]]) -> None:
+
+async def leave(cluster: Cluster, streams: Sequence[HttpStream], *, after_deltas: int) -> None:
+    """A fourth of the clients each way."""
+
+    async def leave_by(stream: HttpStream, way: Callable[[HttpStream], Awaitable[None]]) -> None:
         await collect(stream, until_deltas=after_deltas)
         await way(stream)
 
-    async def delete(stream: HttpStream) -> None:
-        answer = await cluster.delete(stream.headers["x-firsttoken-request"])
-        assert answer.status in (200, 202), answer.body
-        assert "cancelled" == answer.json()["outcome"]
+    async def reset(stream: HttpStream) -> None:
+        stream.cut()
 
-    ways: list[Callable[[HttpStream], Awaitable[None]]] = [delete, _reset, HttpStream.close]
-    before = (await cluster.status()).live_requests
+    def delete_at(port: int) -> Callable[[HttpStream], Awaitable[None]]:
+        async def delete(stream: HttpStream) -> None:
+            answer = await exchange(port, "DELETE", f"/v1/requests/{stream.headers['x-firsttoken-request']}")
+            assert answer.status in (200, 202), answer.body
+            assert "cancelled" == answer.json()["outcome"]
+
+        return delete
+
+    here, there = ports(cluster)
+    ways = cycle((delete_at(there), reset, HttpStream.close, delete_at(here)))
     async with asyncio.TaskGroup() as group:
-        for number, stream in enumerate(streams):
-            group.create_task(cancel(stream, ways[number % len(ways)]))
-        ended = len(streams)
-        await eventually(
-            cluster.status,
-            lambda s: (
-                sum(n for state, n in s.live_requests.items() if state != "aborting") <= sum(before.values()) - ended
-            ),
-            within_s=40.0,
-            what="every cancel has arrived",
-        )
-        thaw()
+        for stream in streams:
+            group.create_task(leave_by(stream, next(ways)))
 
 
-async def _reset(stream: HttpStream) -> None:
-    stream.cut()
-
-
-async def scheduler_metrics(cluster: Cluster) -> Scrape:
-    """Of the only scheduler."""
+async def wasted(cluster: Cluster) -> Counter[tuple[str, str]]:
+    """Tokens by cause and stage."""
     (metrics,) = await cluster.role_metrics("scheduler")
-    return metrics
+    return Counter({(s.labels["cause"], s.labels["stage"]): int(s.value) for s in metrics.all(WASTED)})
 
 
-@pytest.mark.parametrize("stage", STAGES)
-async def test_a_crowd_at_one_stage(swept: Cluster, stage: str, sweep: int) -> None:
-    """All end as cancelled, once each; every count is back at idle (by the fixture); what was computed counts as wasted."""
-    before, metrics = await outcomes(swept), await scheduler_metrics(swept)
-    num_left, num_rounds = sweep, 0
+async def check_records(cluster: Cluster, request_ids: Sequence[str], state: str) -> None:
+    """Each has its end in Redis, with a time to live."""
+    redis = (await cluster.status()).one("redis")
+    with connect(f"redis://{redis.address}/0") as client:
+        for request_id in request_ids:
+            key = f"firsttoken:1:request:{{{request_id}}}"
+            assert (state, True) == (client.hget(key, "state"), client.ttl(key) > 0), request_id
+
+
+async def test_a_crowd_at_one_stage(swept: Cluster, stage: str, cause: str, sweep: int) -> None:
+    """All end, once each and as what they are; every count is back at idle (by the fixture); what was computed for them
+    counts as wasted, by its cause and at its stage.
+    """
+    before, wasted_before = await outcomes(swept), await wasted(swept)
+    max_rounds = MAX_ROUNDS if cause == "client" else 1  # the others take their time
+    num_left = num = sweep if sweep >= FULL_SWEEP else min(sweep, max_rounds * at_once(stage))
+    port, other_port = reversed(ports(swept)) if cause == "lost gateway" else ports(swept)
+    late = {"timeout": DEADLINE_S} if cause == "deadline" else {}
+    end = "failed" if cause == "deadline" else "cancelled"
+    num_rounds = num_prompt_tokens = 0
     while num_left:
-        num = min(num_left, ROUND.get(stage, 10))
-        async with held_at(swept, stage, num) as (streams, thaw):
-            await cancel_all(swept, streams, thaw, after_deltas=2 if stage == "last step" else 0)
-        num_left, num_rounds = num_left - num, num_rounds + 1
-        await eventually(swept.status, lambda s: not s.live_requests, within_s=40.0, what="all have ended")
+        async with held_at(swept, stage, min(num_left, at_once(stage)), port=port, **late) as held:
+            await end_by(swept, cause, held, after_deltas=2 if stage == "last step" else 0)
+        num_prompt_tokens += held.num_prompt_tokens
+        num_left, num_rounds = num_left - len(held.streams), num_rounds + 1
+        await eventually(swept.status, lambda s: not s.live_requests, within_s=ENDED_WITHIN_S, what="all have ended")
+        await check_records(swept, [stream.headers["x-firsttoken-request"] for stream in held.streams], end)
+        if cause == "lost gateway":
+            await swept.wait_ready()
+        else:
+            port, other_port = other_port, port
 
-    fillers = NUM_FILLERS * num_rounds if stage == "queued" else 0
-    await wait_outcomes(swept, before, cancelled=sweep + fillers)
-    wasted = {
-        kind: (await scheduler_metrics(swept)).total("firsttoken_wasted_tokens_total", cause="cancelled", stage=kind)
-        - metrics.total("firsttoken_wasted_tokens_total", cause="cancelled", stage=kind)
-        for kind in ("prefill", "decode")
-    }
-    # Whoever wakes up may begin a step before it hears of the cancel: then nothing is said about its work.
-    if stage in ("prefilling", "copying", "decoding", "parked", "last step"):
-        assert wasted["prefill"] > 0, wasted
-    if stage in ("decoding", "parked", "last step"):
-        assert wasted["decode"] > 0, wasted
-    if stage in ("queued", "placing", "prefilling"):
-        assert 0 == wasted["decode"], wasted
+    ended = Counter({"cancelled": NUM_FILLERS * num_rounds if stage == "queued" else 0})
+    ended[end] += num
+    await wait_outcomes(swept, before, **ended)
+    in_vain = await wasted(swept)
+    in_vain.subtract(wasted_before)
+    named = "deadline" if cause == "deadline" else "cancelled"
+    prefill, decode, again = in_vain[named, "prefill"], in_vain[named, "decode"], in_vain["requeued", "prefill"]
+    if stage in PROMPT_COMPUTED:
+        assert prefill > 0, in_vain
+        assert prefill + again >= num_prompt_tokens, in_vain
+        assert again or prefill == num_prompt_tokens, in_vain
+    if stage == "prefilling":
+        assert 0 < prefill <= num_prompt_tokens, in_vain
+    if stage in ANSWER_BEGUN:
+        assert decode >= num, in_vain
+    if stage in ("queued", "placing", "prefilling"):  # elsewhere whoever wakes up may begin before he hears of the end
+        assert 0 == decode, in_vain
+
+
+async def test_a_crowd_that_its_gateway_holds(swept: Cluster, sweep: int) -> None:
+    """The scheduler stands still: no client has heard anything, not even its request's id, and all have left before it
+    goes on. They end there as cancelled; one that stood still for too long is replaced, and never heard of them.
+    """
+    num_left = sweep
+    while num_left:
+        before, gateways = await outcomes(swept), await swept.gateways()
+        scheduler, num = (await swept.status()).one("scheduler"), min(num_left, 20)
+
+        async def held() -> float:
+            scrapes = [await swept.metrics(gateway) for gateway in gateways]  # noqa: B023 - awaited in this round
+            return sum(scraped.total("firsttoken_active_streams") for scraped in scrapes)
+
+        with frozen(scheduler.live_pid):
+            async with asyncio.TaskGroup() as group:
+                body = {**counting(3).body(), "stream": True}
+                asking = [
+                    group.create_task(exchange(port, "POST", CHAT_PATH, body=body))
+                    for port, _ in zip(cycle(ports(swept)), range(num), strict=False)
+                ]
+                await eventually(held, lambda count, num=num: count == num, within_s=ENDED_WITHIN_S, what="all held")
+                for task in asking:
+                    task.cancel()
+        num_left -= num
+        status = await swept.wait_ready()
+        await eventually(held, lambda count: count == 0, within_s=ENDED_WITHIN_S, what="no gateway holds one")
+        await eventually(swept.status, lambda s: not s.live_requests, within_s=ENDED_WITHIN_S, what="all have ended")
+        if status.one("scheduler").pid == scheduler.pid:
+            await wait_outcomes(swept, before, cancelled=num)
+
+
+async def test_by_exactly_the_id_and_by_its_own_client(swept: Cluster) -> None:
+    """CAN-04: at the gateway that does not own it, and at the one that does: an empty id is 400, a shorter, longer or
+    unknown one, one of several answers, and another client's are 404 and end nothing; its own client ends it alone.
+    """
+    here, there = ports(swept)
+    mine, other = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer other"}
+
+    async def delete(port: int, text: str, headers: dict[str, str], path: str = "/v1/requests/") -> int:
+        return (await exchange(port, "DELETE", path + text, headers=headers)).status
+
+    async with AsyncExitStack() as stack:
+
+        async def begin(script: Script, headers: dict[str, str], **parameters: object) -> HttpStream:
+            body = {**script.body(**parameters), "stream": True}
+            stream = await stack.enter_async_context(open_request(here, "POST", CHAT_PATH, body=body, headers=headers))
+            assert 200 == stream.status, await stream.read_body()
+            return stream
+
+        one, pair = await begin(long_decode(), mine), await begin(long_decode(), mine, n=2)
+        bystander = await begin(long_decode(), other)
+        await wait_for_state(swept, "decoding", 4)
+        one_id, pair_id = (stream.headers["x-firsttoken-request"] for stream in (one, pair))
+        for port in (there, here):
+            unknown = [one_id[:-1], one_id[:3], one_id + "0", f"{one_id}.0", f"{pair_id}.0", "0" * 26, "*", "r-1"]
+            assert [404] * len(unknown) == [await delete(port, text, mine) for text in unknown]
+            assert [400, 400] == [await delete(port, text, mine) for text in ("", "chatcmpl-")]
+            for path in ("/v1/requests/", "/v1/streams/"):
+                foreign = [(request_id, headers) for request_id in (one_id, pair_id) for headers in (other, {})]
+                assert [404] * 4 == [await delete(port, *each, path) for each in foreign]
+        assert {"decoding": 4} == (await swept.status()).live_requests
+
+        assert 200 == await delete(there, f"chatcmpl-{one_id}", mine)
+        assert "cancelled" == ((await collect(one)).error or {})["code"]
+        assert [404, 200] == [await delete(here, one_id, headers) for headers in (other, mine)]
+        assert {"decoding": 3} == (await swept.status()).live_requests
+        record = await collect(bystander, until_deltas=40)
+        assert long_decode().text(40) == record.text
+        assert 200 == await delete(there, pair_id, mine, "/v1/streams/")
+        await eventually(
+            swept.status, lambda s: {"decoding": 1} == s.live_requests, within_s=ENDED_WITHIN_S, what="both answers end"
+        )

@@ -34,11 +34,6 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def open_files(pid: int) -> int:
-    """Number of open file descriptors."""
-    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-
-
 def open_file_names(pid: int) -> list[str]:
     """What the descriptors point to, for messages."""
     names: list[str] = []
