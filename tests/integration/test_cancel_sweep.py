@@ -26,7 +26,9 @@ from tests.support.script import Script, counting
 from tests.support.stages import NUM_FILLERS, STAGES, Held, at_once, held_at
 
 FULL_SWEEP = 100
-MAX_ROUNDS = 3  # of a short one
+# Who waits for a deadline, or for a gateway to be started again, waits once a round.
+MAX_ROUNDS = {"client": 3, "deadline": 1, "lost gateway": 1}
+MAX_ROUNDS_IN_FULL = {"client": FULL_SWEEP, "deadline": 10, "lost gateway": 10}
 ENDED_WITHIN_S = 60.0
 DEADLINE_S = 8.0  # as long as a crowd may need to get where it is to be late, on a busy machine
 GATEWAY_GRACE_S = 2.0
@@ -144,8 +146,8 @@ async def test_a_crowd_at_one_stage(swept: Cluster, stage: str, cause: str, swee
     counts as wasted, by its cause and at its stage.
     """
     before, wasted_before = await outcomes(swept), await wasted(swept)
-    max_rounds = MAX_ROUNDS if cause == "client" else 1  # the others take their time
-    num_left = num = sweep if sweep >= FULL_SWEEP else min(sweep, max_rounds * at_once(stage))
+    max_rounds = MAX_ROUNDS[cause] if sweep < FULL_SWEEP else MAX_ROUNDS_IN_FULL[cause]
+    num_left = num = min(sweep, max_rounds * at_once(stage))
     port, other_port = reversed(ports(swept)) if cause == "lost gateway" else ports(swept)
     late = {"timeout": DEADLINE_S} if cause == "deadline" else {}
     end = "failed" if cause == "deadline" else "cancelled"
