@@ -4,7 +4,12 @@ import pytest
 
 from shared.domain.ids import RequestKey
 from shared.domain.refusals import RefusedKind
+from shared.obs.metrics import KV_TRANSFER_BYTES_TOTAL
+from shared.process import Process
 from shared.wire import common_pb2, scheduler_pb2
+from tests.support import ports
+from tests.support.metrics import parse
+from tests.support.polling import eventually
 from tests.support.refusals import refused
 from tests.support.worker_pair import (
     EPOCH,
@@ -434,3 +439,45 @@ async def test_a_preempted_answer_goes_on_by_replay() -> None:
         for name, attempt in (("old", 1), ("young", 2)):
             await pair.release("decode-0", key_of(name, attempt))
         await pair.scheduler.idle("decode-0", num_blocks)
+
+
+@pytest.mark.parametrize(("role", "num_starts"), [("prefill", 20), ("decode", 6)])
+async def test_a_worker_is_started_again_and_again_at_one_address(role: str, num_starts: int) -> None:
+    """PDX-05: each start breaks off in mid-copy; the next one's first request is exact, and the peer lives through all."""
+    port, other = ports.gateway_port(), "decode-0" if role == "prefill" else "prefill-0"
+    running = scripted_spec("running", ["a", "b", "c"], repeat=30, step_ms=50)
+    async with worker_pair(with_prefill=role == "decode", with_decode=role == "prefill") as pair:
+        reader: FakeGateway | None = None
+        for number in range(num_starts):
+            spec = scripted_spec(f"r{number}")
+            cut = scripted_spec(f"cut{number}", [f"{number}"], num_prompt_tokens=900, prefill_ms=1_500)
+            async with pair.another_start(role, port=port) as process:
+                if reader is None or role == "decode":  # its stream ends with the worker
+                    reader = await pair.gateway()
+                if number == 0 and role == "prefill":
+                    await reader.attach(key_of("running"), (await pair.place(running)).attach_ticket)
+                await reader.attach(key_of(f"r{number}"), (await pair.place(spec)).attach_ticket)
+                await reader.ended(key_of(f"r{number}"))
+                assert expected_ids(spec) == reader.ids[f"r{number}"]
+                sender = process if role == "prefill" else pair.prefill
+                before = await _kv_sent(sender)
+                await pair.place(cut)
+                await eventually(
+                    lambda sender=sender: _kv_sent(sender),
+                    lambda sent, before=before: sent > before,
+                    within_s=60.0,
+                    what="the prompt is being copied",
+                )
+            await pair.release(other, key_of(f"r{number}"))
+            await pair.release(other, key_of(f"cut{number}"), abort=True)
+        if role == "prefill":
+            assert reader is not None
+            await reader.ended(key_of("running"))
+            assert expected_ids(running) == reader.ids["running"]
+            await pair.release("decode-0", key_of("running"))
+        await pair.scheduler.idle(other, 1024)
+
+
+async def _kv_sent(process: Process) -> float:
+    """Bytes, since its start."""
+    return parse(process.metrics.render().decode()).total(KV_TRANSFER_BYTES_TOTAL)

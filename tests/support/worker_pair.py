@@ -14,7 +14,7 @@ from decode_worker import worker as decode
 from decode_worker.config import DecodeConfig
 from prefill_worker import worker as prefill
 from prefill_worker.config import PrefillConfig
-from shared.aio.scope import spawn, stop_when
+from shared.aio.scope import cancel_and_wait, spawn, stop_when
 from shared.codec.request import key_from_wire, key_to_wire, spec_to_wire
 from shared.domain.ids import Attempt, RequestId, RequestKey, TokenId
 from shared.domain.request import RequestSpec
@@ -254,6 +254,7 @@ class WorkerPair:
         self._group = group
         self.transports = transports.split(",")
         self.scheduler_address = ""
+        self.settings: dict[str, object] = {}
         self.closing = ExitStack()  # what a test's own peers hold
         self.prefill = Process("prefill", "prefill-0", RealClock())
         self.decode = Process("decode", "decode-0", RealClock())
@@ -261,6 +262,24 @@ class WorkerPair:
     def address(self, worker_id: str) -> str:
         """Of its newest start."""
         return next(hello.address for hello in reversed(self.scheduler.hellos) if hello.worker_id == worker_id)
+
+    @asynccontextmanager
+    async def another_start(self, role: str, *, port: int) -> AsyncGenerator[Process]:
+        """Of the worker of this role, at this port; broken off at the end."""
+        process = Process(role, f"{role}-0", RealClock())
+        settings = {**self.settings, "port": port}
+        if role == "decode":
+            run = decode.run_worker(process, DecodeConfig.model_validate(settings), scripted_engine(1024))
+        else:
+            run = prefill.run_worker(process, PrefillConfig.model_validate(settings), scripted_engine(1024))
+        task = spawn(self._group, run, name=f"{role}-0")
+        try:
+            incarnation = process.incarnation
+            await self.scheduler.until(lambda: any(h.incarnation == incarnation for h in self.scheduler.hellos))
+            yield process
+        finally:
+            await cancel_and_wait(task)
+            process.metrics.close()
 
     async def gateway(self) -> FakeGateway:
         """A new stream to decode-0."""
@@ -337,7 +356,7 @@ async def worker_pair(
     async with serve(add, host="127.0.0.1", port=0, token=TOKEN, services=()) as server, asyncio.TaskGroup() as group:
         pair = WorkerPair(scheduler, channels, group)
         pair.scheduler_address = server.address
-        common: dict[str, object] = {
+        common = pair.settings = {
             "scripted": True,
             "port": 0,
             "scheduler": server.address,
