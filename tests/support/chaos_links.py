@@ -31,6 +31,7 @@ def holder_of(port: int, pids: Iterable[int]) -> str:
 
 
 def _inodes(port: int) -> set[str]:
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    fields = [line.split() for line in lines]
+    # grpc's sockets are of the second kind, also for IPv4.
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    fields = [line.split() for lines in tables for line in lines]
     return {each[9] for each in fields if int(each[1].rpartition(":")[2], 16) == port} - {"0"}

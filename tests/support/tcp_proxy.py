@@ -13,7 +13,8 @@ EVERYONE = ""
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Connection:
-    of: str
+    client_port: int
+    of: str = EVERYONE  # not known yet
     writers: list[asyncio.StreamWriter]
     gate: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -70,7 +71,13 @@ class TcpProxy:
             connection.gate.set()
 
     def _of(self, of: str) -> list[_Connection]:
-        return [each for each in self._connections if of in (EVERYONE, each.of)]
+        return [each for each in self._connections if of in (EVERYONE, self._name(each))]
+
+    def _name(self, connection: _Connection) -> str:
+        """Looked up when it is needed: who dialled early may not have been known then."""
+        if not connection.of and self._name_of is not None:
+            connection.of = self._name_of(connection.client_port)
+        return connection.of
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until either end closes it."""
@@ -79,12 +86,11 @@ class TcpProxy:
         task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        name = EVERYONE if self._name_of is None else self._name_of(writer.get_extra_info("peername")[1])
-        connection = _Connection(of=name, writers=[writer])
+        connection = _Connection(client_port=writer.get_extra_info("peername")[1], writers=[writer])
         connection.gate.set()
         self._connections.add(connection)
         try:
-            if self._cut & {EVERYONE, name}:
+            if self._is_cut(connection):
                 self.num_refused += 1
                 self.refused.set()
                 return
@@ -94,11 +100,11 @@ class TcpProxy:
             except OSError:
                 return  # nobody is there: that is what our client sees, too
             connection.writers.append(up_writer)
-            if self._cut & {EVERYONE, name}:
+            if self._is_cut(connection):
                 return  # in the meantime
             async with asyncio.TaskGroup() as group:
                 group.create_task(_copy(reader, up_writer, connection.gate, lambda: 0.0))
-                group.create_task(_copy(up_reader, writer, connection.gate, lambda: self._delay_of(name)))
+                group.create_task(_copy(up_reader, writer, connection.gate, lambda: self._delay_of(connection)))
         finally:
             self._connections.discard(connection)
             connection.abort()
@@ -111,8 +117,11 @@ class TcpProxy:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _delay_of(self, name: str) -> float:
-        return max(self.delay_s, self._delays_s.get(name, 0.0))
+    def _is_cut(self, connection: _Connection) -> bool:
+        return bool(self._cut) and not self._cut.isdisjoint({EVERYONE, self._name(connection)})
+
+    def _delay_of(self, connection: _Connection) -> float:
+        return max(self.delay_s, self._delays_s.get(self._name(connection), 0.0)) if self._delays_s else 0.0
 
 
 async def _copy(
