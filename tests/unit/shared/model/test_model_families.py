@@ -35,18 +35,37 @@ def prepared(reference: Any, home: Path, tmp_path_factory: pytest.TempPathFactor
     return PreparedModel.load(prepare(folder, home, lambda _: None))
 
 
+@pytest.fixture(scope="module")
+def prepared_gguf(reference: Any, home: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedModel:
+    """The same from a GGUF file."""
+    file = write_gguf(reference, tmp_path_factory.mktemp("family") / "whole.gguf")
+    return PreparedModel.load(prepare(file, home, lambda _: None))
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[list[int]]:
+    """Prompts around the borders of blocks and chunks."""
+    random = np.random.default_rng(2)
+    return [random.integers(0, VOCAB_SIZE, length).tolist() for length in PROMPT_LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Any, questions: list[list[int]]) -> list[list[int]]:
+    """What transformers answers."""
+    return [_generate(reference, question) for question in questions]
+
+
 def _weights(prepared: PreparedModel) -> dict[str, bytes]:
     loaded = cast("Any", safetensors_numpy).load_file(prepared.weights_path)
     return {name: value.tobytes() for name, value in loaded.items()}
 
 
 def test_every_source_gives_the_same_weights(
-    reference: Any, prepared: PreparedModel, home: Path, tmp_path: Path
+    reference: Any, prepared: PreparedModel, prepared_gguf: PreparedModel, home: Path, tmp_path: Path
 ) -> None:
     """One file, shards, and GGUF, whose names and order of rows are others; and the same rotary positions."""
     sharded = write_hf(reference, tmp_path / "sharded", max_shard_size="300KB")
-    gguf = write_gguf(reference, tmp_path / "whole.gguf")
-    others = [PreparedModel.load(prepare(source, home, lambda _: None)) for source in (sharded, gguf)]
+    others = [PreparedModel.load(prepare(sharded, home, lambda _: None)), prepared_gguf]
 
     assert len(list(sharded.glob("model-*.safetensors"))) > 1
     for other in others:
@@ -57,20 +76,23 @@ def test_every_source_gives_the_same_weights(
 @pytest.mark.parametrize("source", ["folder", "gguf"])
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_greedy_answers_are_those_of_transformers(
-    reference: Any, prepared: PreparedModel, backend: str, source: str, home: Path, tmp_path: Path
+    expected: list[list[int]],
+    questions: list[list[int]],
+    prepared: PreparedModel,
+    prepared_gguf: PreparedModel,
+    backend: str,
+    source: str,
+    home: Path,
 ) -> None:
-    """Prompts around the borders of blocks and chunks, all answers in one batch, in float32."""
-    if source == "gguf":
-        prepared = PreparedModel.load(prepare(write_gguf(reference, tmp_path / "m.gguf"), home, lambda _: None))
+    """All answers in one batch, in float32."""
+    folder = prepared_gguf if source == "gguf" else prepared
     if backend == "cpu":
-        prepare_mode(prepared, NumericMode.F32, home, lambda _: None)
-        model = CpuModel.load(prepared, NumericMode.F32, 1)
+        prepare_mode(folder, NumericMode.F32, home, lambda _: None)
+        model = CpuModel.load(folder, NumericMode.F32, 1)
     else:
-        model = TorchModel.load(prepared, NumericMode.F32, num_threads=1)
-    random = np.random.default_rng(2)
-    prompts: list[list[int]] = [random.integers(0, VOCAB_SIZE, length).tolist() for length in PROMPT_LENGTHS]
+        model = TorchModel.load(folder, NumericMode.F32, num_threads=1)
 
-    assert [_generate(reference, prompt) for prompt in prompts] == greedy_answers(model, prompts, NUM_TOKENS, chunk=32)
+    assert expected == greedy_answers(model, questions, NUM_TOKENS, chunk=32)
 
 
 def _generate(reference: Any, prompt: list[int]) -> list[int]:
