@@ -13,7 +13,6 @@ from tests.support.audited import BACK_WITHIN_S, audited
 from tests.support.cancelling import (
     holders,
     live,
-    live_body,
     live_uncached,
     outcomes,
     wait_for_state,
@@ -206,37 +205,4 @@ async def test_more_streams_than_the_pool_can_hold(small_system: Cluster) -> Non
     for script, task in zip(scripts, asked, strict=True):
         check(script, task.result())
     assert await num_requeued(cluster, "preempted") > 0
-    await leaks.assert_no_leaks(cluster, baseline)
-
-
-@pytest.fixture
-def model_system() -> Generator[Cluster]:
-    """The default model, with a second decode worker."""
-    with ClusterPlan().decode(2).start() as cluster:
-        yield cluster
-
-
-async def test_the_default_model_goes_on_token_for_token(model_system: Cluster) -> None:
-    """Greedy and seeded with a penalty: the worker that takes over replays what was said, and says the same as ever."""
-    cluster = model_system
-    greedy = {
-        "model": "default",
-        "messages": [{"role": "user", "content": "Write a long story about a river and a fox."}],
-        "temperature": 0,
-        "max_tokens": 150,
-        "ignore_eos": True,
-    }
-    bodies = (greedy, {**greedy, "temperature": 0.9, "seed": 7, "repetition_penalty": 1.1})
-    expected = [(await stream_chat(cluster.port, body)).text for body in bodies]
-    baseline = await leaks.capture(cluster)
-    async with asyncio.timeout(2 * ANSWER_WITHIN_S), AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(live_body(cluster, body)) for body in bodies * 2]
-        records = [await collect(stream, until_deltas=20) for stream in streams]
-        await kill_one(cluster, "decode")
-        async with asyncio.TaskGroup() as group:
-            for stream, record in zip(streams, records, strict=True):
-                group.create_task(collect(stream, record=record))
-    assert expected * 2 == [record.text for record in records]
-    assert await num_requeued(cluster, "worker_lost") > 0
-    await cluster.wait_ready(within_s=BACK_WITHIN_S)
     await leaks.assert_no_leaks(cluster, baseline)
