@@ -1,8 +1,8 @@
-"""What crosses the scheduler for one answer: decisions, and no token."""
+"""What crosses the scheduler for one answer: decisions, no token, and nothing of a scheduler that has been replaced."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -19,17 +19,20 @@ from prefill_worker.config import PrefillConfig
 from scheduler import __main__ as scheduler
 from scheduler.config import SchedulerConfig
 from shared.aio.scope import cancel_and_wait, spawn
+from shared.domain.refusals import RefusedKind
 from shared.process import Process, RealClock
 from shared.rpc.channels import ChannelPool
 from shared.rpc.server import serve
 from shared.state.client import StateClient
 from shared.state.embedded import EmbeddedValkey
 from shared.state.leadership import Leadership
-from shared.wire import scheduler_pb2
+from shared.wire import common_pb2, scheduler_pb2
 from tests.support import ports
-from tests.support.chat import stream_chat
+from tests.support.chat import CHAT_PATH, collect, stream_chat
+from tests.support.http_client import open_request
 from tests.support.polling import eventually
 from tests.support.redis_server import CALL_S
+from tests.support.refusals import refused
 from tests.support.script import counting
 from tests.support.worker_pair import scripted_engine
 
@@ -47,6 +50,8 @@ class Tap(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         self.channel: grpc.aio.Channel | None = None
         self.seen: list[Any] = []
+        self.epoch = 0
+        self._open: dict[str, list[tuple[Any, asyncio.Lock]]] = defaultdict(list)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         async def forward(messages: AsyncIterator[bytes], context: Any) -> None:
@@ -59,17 +64,29 @@ class Tap(grpc.GenericRpcHandler):
         if self.channel is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no scheduler yet")
         call = cast(Any, self.channel).stream_stream(method)()
+        writing = asyncio.Lock()
+        self._open[method].append((context, writing))
         try:
             async with asyncio.TaskGroup() as group:
                 up = spawn(group, self._pass_up(method, messages, call), name="tap")
                 while (message := await call.read()) is not grpc.aio.EOF:
                     self._keep(DOWN.get(method), message)
-                    await context.write(message)
+                    async with writing:
+                        await context.write(message)
                 await cancel_and_wait(up)
         except* grpc.aio.AioRpcError:
             await context.abort(await call.code(), await call.details(), await call.trailing_metadata())
         finally:
+            self._open[method].remove((context, writing))
             call.cancel()
+
+    async def say_to_all(self, method: str, message: Any) -> int:
+        """As the scheduler would, on every open stream of that kind; on how many."""
+        streams = list(self._open[method])
+        for context, writing in streams:
+            async with writing:
+                await context.write(message.SerializeToString())
+        return len(streams)
 
     async def _pass_up(self, method: str, messages: AsyncIterator[bytes], call: Any) -> None:
         async for message in messages:
@@ -80,6 +97,7 @@ class Tap(grpc.GenericRpcHandler):
     def _keep(self, kind: Any, message: bytes) -> None:
         if kind is not None:
             parsed = kind.FromString(message)
+            self.epoch = max(self.epoch, getattr(parsed, "scheduler_epoch", 0))
             if parsed.WhichOneof("message") != "heartbeat":
                 self.seen.append(parsed)
 
@@ -94,7 +112,7 @@ def name_of(message: Any) -> str:
 
 
 @asynccontextmanager
-async def tapped_system(folder: Path) -> AsyncGenerator[tuple[Tap, int]]:
+async def tapped_system(folder: Path) -> AsyncGenerator[tuple[Tap, int, Mapping[str, Process]]]:
     """All four roles in this process, with a tap before the scheduler; and the gateway's port."""
     tap, pool, port = Tap(), ChannelPool(TOKEN), ports.gateway_port()
     processes = {
@@ -135,7 +153,7 @@ async def tapped_system(folder: Path) -> AsyncGenerator[tuple[Tap, int]]:
             await eventually(
                 processes["gateway"].readiness.ask, lambda told: told[0], within_s=60.0, what="the gateway is ready"
             )
-            yield tap, port
+            yield tap, port, processes
             for name in ("gateway", "prefill", "decode", "scheduler"):
                 processes[name].stopping.set()
                 await asyncio.wait([tasks[name]])
@@ -148,7 +166,7 @@ async def test_messages_do_not_grow_with_the_answer(tmp_path: Path) -> None:
     script = counting(4, repeat=MAX_TOKENS)
     counts: list[Counter[str]] = []
     sizes: list[int] = []
-    async with tapped_system(tmp_path) as (tap, port):
+    async with tapped_system(tmp_path) as (tap, port, _):
         for num_tokens in (2, 2, MAX_TOKENS):  # the first one greets
             tap.seen.clear()
             answer = await stream_chat(port, script.body(max_tokens=num_tokens))
@@ -184,3 +202,25 @@ async def test_messages_do_not_grow_with_the_answer(tmp_path: Path) -> None:
         assert expected == count
     # Counts of tokens and blocks take a byte more when they are larger; an id for each token would take 1,200.
     assert abs(sizes[2] - sizes[1]) <= 16
+
+
+async def test_a_replaced_scheduler_is_refused_by_gateway_and_workers(tmp_path: Path) -> None:
+    """It stood still, and wakes on streams that are open: it calls an answer cancelled and has both workers drop it."""
+    script = counting(300, step_ms=10)
+    async with tapped_system(tmp_path) as (tap, port, processes):
+        async with open_request(port, "POST", CHAT_PATH, body={**script.body(), "stream": True}) as stream:
+            record = await collect(stream, until_deltas=3)
+            old = tap.epoch - 1
+            key = common_pb2.RequestKey(request_id=record.request_id, attempt=1)
+            abort = scheduler_pb2.Command(number=99, key=key, abort=scheduler_pb2.Abort())
+            outcome = scheduler_pb2.Outcome(kind=scheduler_pb2.OUTCOME_KIND_CANCELLED)
+            said = [
+                await tap.say_to_all(SERVE, scheduler_pb2.ServeDown(scheduler_epoch=old, outcome=outcome)),
+                await tap.say_to_all(SESSION, scheduler_pb2.SessionDown(scheduler_epoch=old, command=abort)),
+            ]
+            await collect(stream, record=record)
+        counts = {name: refused(process.metrics) for name, process in processes.items()}
+
+    assert [1, 2] == said
+    assert (script.text(), "stop", None) == (record.text, record.finish_reason, record.error)
+    assert [{RefusedKind.STALE_EPOCH: 1}] * 3 == [counts[name] for name in ("gateway", "prefill", "decode")]
