@@ -11,7 +11,7 @@ from tests.support.processes import frozen
 from tests.support.worker_pair import WorkerPair, key_of, scripted_spec, worker_pair
 from tests.support.worker_process import worker_process
 
-DRAIN_S = 4
+DRAIN_S = 1
 # Half of it for what ends by itself, then the hand-over, the last reports and the end of servers and threads, each with a
 # limit of its own: they are seconds, and a wait without a limit is none.
 ENDED_WITHIN_S = DRAIN_S + 40.0
