@@ -73,7 +73,7 @@ class Grower:
         self.look_again()
 
     def look_again(self) -> None:
-        """Who was kept for its next tokens may have made them, or have lost its reader."""
+        """Who was kept for its next tokens may have sent them, or have lost its reader."""
         if self._awaits_fresh:
             self._share_out()
 
@@ -105,7 +105,7 @@ class Grower:
                     num_blocks=len(row.block_table),
                     num_wanted=self._num_wanted(row),
                     is_parked=row.is_parked and now - row.moved_at >= PARKED_VICTIM_S,
-                    is_fresh=bool(row.delivered) and row.is_in_engine and row.num_computed < KEPT_TOKENS,
+                    is_fresh=bool(row.delivered) and row.is_in_engine and row.num_sent < KEPT_TOKENS,
                 )
                 for row in held
                 if row.stage is not Stage.ENDED

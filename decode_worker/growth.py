@@ -5,8 +5,9 @@ runs. Growth of what runs comes before new reservations, and the older request b
 short a victim leaves the worker and comes back by requeue and replay: parked ones first, then the youngest. The oldest
 is never a victim of a younger one, and each request fits an empty pool, so the oldest always reaches its end.
 
-One that has come back begins with blocks for its next tokens, too, and stays until it has made them: an older one that
-is short waits for that. So a replay is never for nothing, and nobody waits for longer than a replay and those tokens.
+One that has come back begins with blocks for its next tokens, too, and stays until its reader has them: an older one
+that is short waits for that. So a replay is never for nothing, and nobody waits for longer than a replay and what these
+blocks hold: one that wants more of them, or whose outbox is full, is a victim like any other.
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ from shared.kv.layout import KvLayout
 # The event loop hears of a step after its end, and its grant counts from the next border between steps on: one or two
 # tokens at most on an idle loop, eight on a busy one. Where blocks come later than that the sequence misses a step.
 GROW_AHEAD_TOKENS = 8
-# So many of its tokens a continued sequence makes before it can be a victim; its first blocks are enough for them.
+# So many of its tokens a continued sequence sends before it can be a victim; its first blocks are enough for them.
 KEPT_TOKENS = CONTINUED_TOKENS - GROW_AHEAD_TOKENS
 # A full outbox that moves within this time is a reader a round trip behind, as any is with stop strings: no better a
 # victim than another.
@@ -41,7 +42,7 @@ class Claim:
     is_parked: bool
     """For long enough to be a victim before the others."""
     is_fresh: bool = False
-    """It is continued, and has not made `KEPT_TOKENS` here."""
+    """It is continued, and has not sent `KEPT_TOKENS` to a reader: what it makes without one is lost when it leaves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,6 +122,11 @@ class HeldSequence:
         return self.stage is Stage.ENDED and not self.is_in_engine and not self.receiver.is_copying
 
     @property
+    def num_sent(self) -> int:
+        """Of the tokens behind the delivered ones, those that have gone to a reader."""
+        return max(self.outbox.acked_upto, self.next_unsent - 1) - len(self.delivered)
+
+    @property
     def work(self) -> Work:
         """What was done for it here."""
         upto = max(self.outbox.acked_upto, self.next_unsent - 1)

@@ -80,11 +80,12 @@ class Running:
         row.moved_at = self.clock.monotonic()
         return row
 
-    def move(self, row: HeldSequence, upto: int) -> None:
-        """Tokens up to that one are made."""
+    def move(self, row: HeldSequence, upto: int, *, is_read: bool = True) -> None:
+        """Tokens up to that one are made, and sent to a reader."""
         while row.outbox.last_index < upto:
             row.take(row.outbox.last_index + 1, SampledToken(token_id=TokenId(1)), None)
-            row.num_computed += 1
+        if is_read:
+            row.next_unsent = upto + 1
         self.grower.moved([row.key])
 
 
@@ -129,7 +130,7 @@ def test_one_that_is_the_youngest_leaves_itself(running: Running) -> None:
     assert running.left == [young]
 
 
-def test_one_that_came_back_leaves_when_it_has_made_its_tokens() -> None:
+def test_one_that_came_back_leaves_when_it_has_sent_its_tokens() -> None:
     """The older one waits, and has the blocks then."""
     running = Running(num_blocks=15)
     old, back = running.row("a", 4), running.row("b", 11, delivered=(TokenId(1),))
@@ -143,6 +144,17 @@ def test_one_that_came_back_leaves_when_it_has_made_its_tokens() -> None:
     running.settle(back)
 
     assert len(old.block_table) == 5
+
+
+def test_one_that_came_back_stays_until_its_reader_is_there() -> None:
+    """What it makes before that would be lost with it; but it gets no more blocks than it came with."""
+    running = Running(num_blocks=14)
+    old, back = running.row("a", 4), running.row("b", 10, delivered=(TokenId(1),))
+    running.move(old, 5)
+    running.move(back, KEPT_TOKENS + 4, is_read=False)
+    assert running.left == []
+    running.move(back, KEPT_TOKENS + 5, is_read=False)
+    assert running.left == [back]
 
 
 def test_one_that_came_back_and_is_not_read_leaves(running: Running) -> None:
