@@ -3,8 +3,8 @@
 import asyncio
 import codecs
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -104,7 +104,7 @@ class Client:
         )
         read = self._read_on if question.is_resumable else self._read
         try:
-            async with asyncio.timeout(ENDS_WITHIN_S):
+            async with _within(ENDS_WITHIN_S):
                 match question.fate:
                     case Fate.READ | Fate.STALL | Fate.LEAVE_AT_HEAD:
                         await read(question, asked, seen)
@@ -136,7 +136,7 @@ class Client:
             body=_body(question, asked),
             headers={"X-Request-Id": seen.client_request_id},
             receive_buffer=SMALL_BUFFER if question.fate is Fate.STALL else None,
-            patience_s=ENDS_WITHIN_S,
+            patience_s=2 * ENDS_WITHIN_S,
         ) as stream:
             try:
                 seen.record.request_id = stream.headers.get("x-firsttoken-request", "")
@@ -213,7 +213,7 @@ class Client:
                 API_PATH if is_api else CHAT_PATH,
                 body=_body(question, asked),
                 headers=headers,
-                patience_s=ENDS_WITHIN_S,
+                patience_s=2 * ENDS_WITHIN_S,
             ) as stream:
                 seen.record.request_id = read.request_id = stream.headers.get("x-firsttoken-request", "")
                 await _take(stream, read, asked, seen)
@@ -231,6 +231,26 @@ class Client:
             seen.end, seen.code = End.FAILED, read.error
         elif seen.end is not End.FAILED:
             seen.end, seen.record.finish_reason, seen.usage = End.FINISHED, read.finish_reason, read.usage
+
+
+@asynccontextmanager
+async def _within(limit_s: float) -> AsyncGenerator[None]:
+    """`asyncio.timeout`, by seconds in which this process ran: one that stands still waits for nobody."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as timeout:
+
+        def tick(left_s: int) -> None:
+            nonlocal handle
+            if left_s:
+                handle = loop.call_later(1.0, tick, left_s - 1)
+            else:
+                timeout.reschedule(0.0)
+
+        handle = loop.call_later(1.0, tick, round(limit_s))
+        try:
+            yield
+        finally:
+            handle.cancel()
 
 
 def _body(question: Question, asked: Asked) -> dict[str, Any]:

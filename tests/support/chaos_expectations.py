@@ -42,10 +42,11 @@ class Row:
     only_resumable: bool = False
 
 
-_REDIS = frozenset({FaultKind.REDIS_KILL, FaultKind.REDIS_FREEZE})
+_REDIS = frozenset({FaultKind.REDIS_KILL, FaultKind.REDIS_FREEZE, FaultKind.REDIS_LATE})
 _REDIS_LINK = frozenset({FaultKind.REDIS_LINK_CUT, FaultKind.REDIS_LINK_SLOW})
 _KILL = frozenset({FaultKind.KILL})
-_STOPPED = frozenset({FaultKind.KILL, FaultKind.FREEZE})
+_STILL = frozenset({FaultKind.FREEZE, FaultKind.STARVED})
+_STOPPED = _KILL | _STILL
 _ENDED = frozenset({FaultKind.KILL, FaultKind.TERMINATE})
 _SILENT = _STOPPED | {FaultKind.SCHEDULER_LINK_CUT, FaultKind.SCHEDULER_LINK_SILENT}
 """What makes a worker a lost one."""
@@ -87,7 +88,7 @@ TABLE: tuple[Row, ...] = (
         for code in ("request_not_found", "not_found")
     ),
     # A gateway that is silent for 4 s and its grace of 5 s is lost to the scheduler.
-    Row(kinds=frozenset({FaultKind.FREEZE}), target="gateway", code="cancelled", aftermath_s=LOST_AFTER_S),
+    Row(kinds=_STILL, target="gateway", code="cancelled", aftermath_s=LOST_AFTER_S),
     # One that is being stopped takes nothing new, and cuts off what is left of plain answers at its drain's end.
     Row(kinds=frozenset({FaultKind.TERMINATE}), target="gateway", code="draining", aftermath_s=SLACK_S),
     # It is gone, or not there again yet.
@@ -104,13 +105,16 @@ TABLE: tuple[Row, ...] = (
 
 def is_explained(seen: Seen, question: Question, faults: Iterable[Fault]) -> bool:
     """Whether an end that is neither an answer nor the client's own doing follows from the faults, or from its plan."""
+    faults = list(faults)
     match seen.code:
         case "cancelled" if seen.is_deleted:
             return True
         case "timeout":
             return question.timeout_s is not None and seen.ended_s - seen.asked_s >= question.timeout_s - SLACK_S / 10
         case "slow_client":
-            return seen.paused_s >= STALL_TIMEOUT_S - SLACK_S
+            # The reader stands still with the machine, too; what is in its buffers it takes in pieces.
+            still_s = sum(fault.lasts_s for fault in _during(seen, faults) if fault.kind is FaultKind.STARVED)
+            return seen.paused_s + still_s >= STALL_TIMEOUT_S - SLACK_S
         case _:
             pass
     code = CONNECTION_CUT if seen.end is End.CUT else seen.code
@@ -163,6 +167,10 @@ def may_end_twice(seen: Seen, faults: Iterable[Fault]) -> bool:
     ]
     is_unwritten = any(fault.kind in _REDIS | _REDIS_LINK for fault in near)
     return is_unwritten and any(fault.target.startswith("scheduler") for fault in near)
+
+
+def _during(seen: Seen, faults: Iterable[Fault]) -> list[Fault]:
+    return [fault for fault in faults if fault.at_s <= seen.ended_s and seen.asked_s <= fault.ends_s]
 
 
 def _holds(row: Row, seen: Seen, faults: list[Fault]) -> bool:

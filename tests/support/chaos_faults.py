@@ -10,7 +10,7 @@ import redis.exceptions
 
 from shared.state.keys import LEASE
 from tests.support import processes
-from tests.support.chaos_links import child_id_of, holder_of
+from tests.support.chaos_links import Holders, child_id_of
 from tests.support.chaos_schedule import ACTIVE_SCHEDULER, Fault, FaultKind
 from tests.support.cluster import Cluster
 from tests.support.redis_server import RedisServer, connect
@@ -36,6 +36,7 @@ class Faults:
         self._cluster = cluster
         self._redis = redis
         self._links = links
+        self._holders = Holders(cluster.pids)
         self._redis_lock = asyncio.Lock()  # a start that is being waited for must not be doubled
 
     async def apply(self, fault: Fault) -> Fault | None:
@@ -117,7 +118,7 @@ class Faults:
     async def _active_scheduler(self) -> str:
         """The holder of the lease; the one of `up` where Redis cannot say."""
         port = await active_scheduler_port(self._redis)
-        return (holder_of(port, self._cluster.pids()) if port else "") or "scheduler-0"
+        return (self._holders.of(port) if port else "") or "scheduler-0"
 
     def _pid_of(self, child_id: str) -> int | None:
         """By the operating system's word: a process that has just started is not yet in any status."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from tests.support.chaos_schedule import FaultKind
 
 ENDINGS = {FaultKind.KILL: "kills", FaultKind.FREEZE: "freezes", FaultKind.TERMINATE: "terminations"}
+# Seen, and not done.
+LATE = {FaultKind.REDIS_LATE: "late answers of Redis", FaultKind.STARVED: "pauses of everything"}
 REDIS = {FaultKind.REDIS_KILL: "restarts of Redis as an empty one", FaultKind.REDIS_FREEZE: "pauses of Redis"}
 LINKS = {
     "between clients and gateways": (FaultKind.LINK_CUT, FaultKind.LINK_SLOW, FaultKind.LINK_SILENT),
@@ -53,6 +55,7 @@ def table(runs: Sequence[Figures], *, num_failed: int) -> str:
         *((title, _by_role(faults, kind)) for kind, title in ENDINGS.items()),
         ("Redis", ", ".join(f"{_of_kinds(faults, kind)} {title}" for kind, title in REDIS.items())),
         ("faults of links", ", ".join(f"{_of_kinds(faults, *kinds)} {where}" for where, kinds in LINKS.items())),
+        ("the machine itself", ", ".join(f"{_of_kinds(faults, kind)} {title}" for kind, title in LATE.items())),
         ("continued elsewhere", _listed(requeues) + " (attempts by what ended the one before)"),
         ("lost, wrong, doubled answers; wrong counts", "0" if not num_failed else f"see the {num_failed} failed runs"),
         ("leaked", "0" if not num_failed else f"see the {num_failed} failed runs"),

@@ -1,9 +1,13 @@
 """Who holds a TCP port of this machine, by the operating system's word: the proxies of a run cut one process off."""
 
-from collections.abc import Iterable
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+LOOK_INTERVAL_S = 1.0
 CHILD_NAME = "FIRSTTOKEN_WORKER_ID"  # `up` gives it to every service
 
 
@@ -17,17 +21,29 @@ def child_id_of(pid: int) -> str:
     return ""
 
 
-def holder_of(port: int, pids: Iterable[int]) -> str:
-    """Which of these processes has a socket with this port on its own side, by name; empty where none has."""
-    wanted = {f"socket:[{inode}]" for inode in _inodes(port)}
-    if wanted:
-        for pid in pids:
+class Holders:
+    """Asked at each new connection, so that processes are looked for at most once a second."""
+
+    def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
+        self._pids = pids
+        self._names: dict[int, str] = {}
+        self._looked_at = -math.inf
+
+    def of(self, port: int) -> str:
+        """Which process has a socket with this port on its own side, by name; empty where none has."""
+        wanted = {f"socket:[{inode}]" for inode in _inodes(port)}
+        if not wanted:
+            return ""
+        if time.monotonic() - self._looked_at > LOOK_INTERVAL_S:
+            self._names = {pid: child_id_of(pid) for pid in self._pids()}
+            self._looked_at = time.monotonic()
+        for pid, name in self._names.items():
             with suppress(OSError):
-                for entry in Path(f"/proc/{pid}/fd").iterdir():
+                for entry in os.scandir(f"/proc/{pid}/fd"):
                     with suppress(OSError):
-                        if str(entry.readlink()) in wanted:
-                            return child_id_of(pid)
-    return ""
+                        if str(Path(entry.path).readlink()) in wanted:
+                            return name
+        return ""
 
 
 def _inodes(port: int) -> set[str]:

@@ -10,9 +10,18 @@ from tests.support import chaos_extras, leaks
 from tests.support.chaos_client import Asked, Client, Seen
 from tests.support.chaos_extras import Extra
 from tests.support.chaos_faults import Faults, Links, active_scheduler_port
-from tests.support.chaos_links import holder_of
+from tests.support.chaos_links import Holders
 from tests.support.chaos_load import STALL_TIMEOUT_S, Question
-from tests.support.chaos_schedule import BEHIND_A_PROXY, NUM_GATEWAYS, Fault, FaultKind, Schedule
+from tests.support.chaos_schedule import (
+    BEHIND_A_PROXY,
+    GATEWAYS,
+    NUM_GATEWAYS,
+    SCHEDULERS,
+    WORKERS,
+    Fault,
+    FaultKind,
+    Schedule,
+)
 from tests.support.chat import CHAT_PATH, ask
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.http_client import exchange
@@ -21,6 +30,7 @@ from tests.support.redis_server import RedisServer, own_redis
 from tests.support.tcp_proxy import tcp_proxy
 
 REDIS_LOOK_S = 0.1
+STARVED_S = 0.5  # our own process waited for the processor so long: others have then, too
 REDIS_SLOW_S = 0.2  # services wait 0.5 s; that they wait at all shows here first
 # A lost worker 5 s, `up`'s longest pause before a restart 10 s, a decode worker that nobody asks for an answer 45 s; and
 # a busy machine.
@@ -79,9 +89,8 @@ async def stage(schedule: Schedule, transcripts: Path, *, is_scripted: bool = Tr
     known: list[Cluster] = []
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(own_redis())
-        redis_link = await stack.enter_async_context(
-            tcp_proxy(redis.port, lambda port: holder_of(port, known[0].pids()) if known else "")
-        )
+        holders = Holders(lambda: [pid for cluster in known for pid in cluster.pids()])
+        redis_link = await stack.enter_async_context(tcp_proxy(redis.port, holders.of))
         # In a thread: the system starts through the proxy that runs here.
         starting = plan.redis_url(f"redis://127.0.0.1:{redis_link.port}/0").start()
         cluster = await asyncio.to_thread(starting.__enter__)
@@ -205,9 +214,13 @@ async def play(stage: Stage, schedule: Schedule, answers: Sequence[Asked]) -> Do
             group.create_task(_ask(client, question, each))
             for question, each in zip(schedule.questions, answers, strict=True)
         ]
-        watching = group.create_task(_watch_redis(client, stage.redis, pauses))
+        watching = [
+            group.create_task(_watch_redis(client, stage.redis, pauses)),
+            group.create_task(_watch_machine(client, pauses)),
+        ]
         await asyncio.wait([*faulty, *asked])
-        watching.cancel()
+        for watch in watching:
+            watch.cancel()
     applied = [fault for task in faulty if (fault := task.result()) is not None] + pauses
     await cluster.wait_ready(within_s=SETTLES_WITHIN_S)
     await crowd(stage.ports, answers)
@@ -247,5 +260,18 @@ async def _watch_redis(client: Client, redis: RedisServer, pauses: list[Fault]) 
             finally:
                 writer.transport.abort()
         if client.now_s - begun_s > REDIS_SLOW_S:
-            pauses.append(Fault(at_s=begun_s, kind=FaultKind.REDIS_FREEZE, lasts_s=client.now_s - begun_s))
+            pauses.append(Fault(at_s=begun_s, kind=FaultKind.REDIS_LATE, lasts_s=client.now_s - begun_s))
         await asyncio.sleep(REDIS_LOOK_S)
+
+
+async def _watch_machine(client: Client, pauses: list[Fault]) -> None:
+    """Notes when this process stood still: what is measured in seconds then says nothing of the system."""
+    while True:
+        begun_s = client.now_s
+        await asyncio.sleep(REDIS_LOOK_S)
+        lasts_s = client.now_s - begun_s - REDIS_LOOK_S
+        if lasts_s > STARVED_S:
+            pauses += [
+                Fault(at_s=begun_s, kind=FaultKind.STARVED, target=name, lasts_s=lasts_s)
+                for name in (*WORKERS, *GATEWAYS, *SCHEDULERS)
+            ]

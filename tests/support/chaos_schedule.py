@@ -43,6 +43,10 @@ class FaultKind(StrEnum):
     SCHEDULER_LINK_CUT = "scheduler-link-cut"
     """One worker and the scheduler."""
     SCHEDULER_LINK_SILENT = "scheduler-link-silent"
+    REDIS_LATE = "redis-late"
+    """Seen, not done: it answered late, whatever the reason."""
+    STARVED = "starved"
+    """Seen, not done: the run's own process stood still, so that others may have, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +109,7 @@ def _faults(choose: random.Random, duration_s: float) -> list[Fault]:
     return found
 
 
+SEEN = frozenset({FaultKind.REDIS_LATE, FaultKind.STARVED})
 _WEIGHTS = {
     FaultKind.KILL: 7,
     FaultKind.FREEZE: 5,
@@ -141,6 +146,8 @@ def _fault(choose: random.Random, at_s: float) -> Fault:
             delay_s = choose.choice([0.2, 0.8])  # services wait 0.5 s: late, and too late
         case FaultKind.SCHEDULER_LINK_CUT | FaultKind.SCHEDULER_LINK_SILENT:
             target, lasts_s = choose.choice(BEHIND_A_PROXY), _short_or_long(choose)
+        case FaultKind.REDIS_LATE | FaultKind.STARVED:
+            raise ValueError("nobody does that")
     return Fault(at_s=at_s, kind=kind, target=target, lasts_s=lasts_s, delay_s=delay_s)
 
 

@@ -12,7 +12,7 @@ from tests.support.chaos_expectations import is_explained, may_be_unknown, may_e
 from tests.support.chaos_figures import Figures
 from tests.support.chaos_load import Question
 from tests.support.chaos_run import Done
-from tests.support.chaos_schedule import Schedule
+from tests.support.chaos_schedule import ACTIVE_SCHEDULER, FaultKind, Schedule
 from tests.support.life_traces import log_lines
 
 
@@ -56,7 +56,11 @@ def judge(done: Done) -> tuple[list[str], Figures]:
     figures = Figures(
         seconds=done.schedule.duration_s,
         ends=Counter(f"{seen.end} {seen.code}".strip() for seen in done.seen),
-        faults=Counter((fault.kind.value, fault.target) for fault in done.applied),
+        faults=Counter(
+            (fault.kind.value, fault.target)
+            for fault in done.applied
+            if fault.kind is not FaultKind.STARVED or fault.target == ACTIVE_SCHEDULER  # one for each process
+        ),
         requeues=Counter(line["reason"] for line in lines if line["event"] == "requeued"),
         resumed=sum(seen.num_resumed > 0 for seen in done.seen),
         observed=sum(map(len, observed.values())),
