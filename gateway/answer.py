@@ -46,6 +46,10 @@ class Connection(Protocol):
         """Cuts the connection then, unless all was taken before."""
         ...
 
+    def abort(self) -> None:
+        """Cuts the connection now."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
@@ -109,7 +113,7 @@ class Answer(Response):
                     for watcher in watchers:
                         watcher.cancel()
             if not self._is_gone and not self._link.is_over.is_set():
-                await self._part(send, connection)
+                await self._part(receive, send, connection)
         finally:
             if not self._link.is_over.is_set():
                 self._leave()
@@ -166,16 +170,19 @@ class Answer(Response):
                 self._cut.set()
                 return
 
-    async def _part(self, send: Send, connection: Connection | None) -> None:
-        """The client has stalled: it finds the reason if it ever reads on."""
+    async def _part(self, receive: Receive, send: Send, connection: Connection | None) -> None:
+        """The client has stalled: it finds the reason if it ever reads on, and where there can be none, the end."""
         last_bytes = self._link.on_stalled()
         self._end_link()
         if connection is None:
             return
-        connection.abort_after(_LINGER_S if last_bytes else 0.0)
-        if last_bytes:
-            connection.let_write()
-            await send({"type": "http.response.body", "body": last_bytes, "more_body": False})
+        if not last_bytes:
+            connection.abort()
+            await receive()  # that it has gone: to return before would be an answer that we forgot to end
+            return
+        connection.abort_after(_LINGER_S)
+        connection.let_write()
+        await send({"type": "http.response.body", "body": last_bytes, "more_body": False})
 
     def _leave(self) -> None:
         self._is_gone = True

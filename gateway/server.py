@@ -46,6 +46,9 @@ class ClientConnection:
     def abort_after(self, delay_s: float) -> None:
         asyncio.get_running_loop().call_later(delay_s, self._abort_if_pending)
 
+    def abort(self) -> None:
+        self._protocol.transport.abort()
+
     def _abort_if_pending(self) -> None:
         transport = self._protocol.transport
         if transport.get_write_buffer_size() > 0:

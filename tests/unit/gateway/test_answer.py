@@ -49,6 +49,11 @@ class Client:
         """The connection's."""
         self.aborts.append(delay_s)
 
+    def abort(self) -> None:
+        """The connection's."""
+        self.aborts.append(0.0)
+        self.has_left.set()
+
     def _on_gone(self) -> None:
         self.num_gone += 1
 

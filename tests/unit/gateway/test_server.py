@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.answer import CONNECTION_EXTENSION
+from gateway.answer import CONNECTION_EXTENSION, Answer, ClientLink, Frame, Head
 from gateway.server import (
     HIGH_WATER_BYTES,
     KERNEL_SEND_BUFFER_BYTES,
@@ -18,6 +18,7 @@ from gateway.server import (
     GatewayServer,
 )
 from shared.obs.admin import bind
+from shared.process import RealClock
 from tests.support.chat import CHAT_PATH, collect
 from tests.support.gateway_app import RunningGateway, running_gateway
 from tests.support.http_client import HttpAnswer, HttpStream, open_request
@@ -66,6 +67,32 @@ async def test_send_waits_for_a_client_that_does_not_read() -> None:
 
     assert HIGH_WATER_BYTES < seen["pending"] < HIGH_WATER_BYTES + 4096
     assert seen["sent"] < HIGH_WATER_BYTES + 4 * KERNEL_SEND_BUFFER_BYTES
+
+
+async def test_a_stalled_answer_that_has_no_end_is_cut_without_a_complaint(caplog: pytest.LogCaptureFixture) -> None:
+    """To uvicorn an answer that returns unended is a bug, unless its client has gone."""
+    link = ClientLink(on_taken=lambda _: None, on_gone=lambda: None, on_stalled=lambda: None)
+    await link.out.put(Head(status=200, headers={"content-type": "application/json"}))
+    for _ in range(20):
+        await link.out.put(Frame(data=b"x" * 100_000))
+    server = GatewayServer(Answer(link, clock=RealClock(), keep_alive_s=60.0, stall_timeout_s=0.2))
+    listener = bind("127.0.0.1", 0)
+    listener.listen()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        serving = group.create_task(server.serve(sockets=[listener]))
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, listener.getsockname())
+        await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await link.is_over.wait()
+        while server.server_state.connections:
+            await asyncio.sleep(0.01)
+        server.should_exit = True
+        await serving
+    client.close()
+    assert [] == [record.message for record in caplog.records if record.levelname == "ERROR"]
 
 
 @contextlib.asynccontextmanager
