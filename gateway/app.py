@@ -19,6 +19,7 @@ from gateway.routes import Routes
 from gateway.services import Services
 from gateway.sessions import Sessions
 from gateway.streams import Streams
+from shared.aio.scope import spawn
 from shared.domain.clock import Clock
 from shared.domain.ids import Incarnation
 from shared.obs.metrics import Metrics
@@ -90,8 +91,10 @@ async def open_gateway(
                     executor=executor,
                     config=config,
                 )
+                watching = spawn(group, scheduler.watch_place(), name="scheduler watch")
                 metrics.active_streams(lambda: sessions.num_streams)
                 yield Gateway(app=make_app(routes), sessions=sessions, bodies=bodies, fleet=fleet)
+                watching.cancel()
                 sessions.close()
                 tokens.close()
         finally:

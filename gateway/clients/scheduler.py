@@ -1,6 +1,7 @@
 """The gateway's view of the scheduler: control streams, cancel by id, status. Wire messages stop here."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, cast
@@ -19,9 +20,10 @@ from shared.rpc.channels import ChannelPool
 from shared.wire import scheduler_pb2, scheduler_pb2_grpc
 
 _CANCEL_TIMEOUT_S = 3.0  # the scheduler waits up to 2 s for the release
-# One that moved is looked for as soon as a call breaks; this is for the case that none does. Not shorter: while Redis
-# is away each lookup costs its timeout, and running work must not feel that.
-_LOCATION_AGE_S = 10.0
+# The active scheduler may be cut off from Redis alone: no call to it breaks, another takes its place, and cancels what
+# has no gateway for 5 s. Looked for beside the calls: while Redis is away each lookup costs its timeout, and running
+# work must not feel that.
+_LOOK_INTERVAL_S = 1.0
 # A scheduler ends a late request by itself, and its word is worth more than the end of the call: gRPC's own deadline
 # comes behind it, for a peer that keeps a call open and does nothing.
 _DEADLINE_SLACK_S = 30.0
@@ -214,7 +216,7 @@ class SchedulerClient:
         self._metrics = metrics
         self._clock = clock
         self._epoch = Epoch(0)
-        self._address: tuple[str, float] | None = None  # and when it was found
+        self._address: str | None = None
         self._is_located = False
 
     @property
@@ -224,6 +226,14 @@ class SchedulerClient:
     def look_again(self) -> None:
         """A call broke: the next one asks where the scheduler is."""
         self._is_located = False
+
+    async def watch_place(self) -> None:
+        """Until cancelled: goes along where the active scheduler is replaced while no call to it breaks."""
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            if self._address is not None:
+                with contextlib.suppress(ServingError):  # nobody knows: that is no reason to leave this one
+                    await self._move_to(await self._locate())
 
     async def serve(self, start: Start) -> ControlStream:
         """A control stream whose Start is on its way. The caller closes it. Raises ServingError or LinkBroken."""
@@ -283,16 +293,20 @@ class SchedulerClient:
 
     async def _stub(self) -> "scheduler_pb2_grpc.SchedulerAsyncStub":
         """Looks the scheduler up unless it is known where it is."""
-        now = self._clock.monotonic()
-        if self._address is None or not self._is_located or now - self._address[1] > _LOCATION_AGE_S:
+        if self._address is None or not self._is_located:
             try:
                 address = await self._locate()
             except ServingError as error:
                 raise LinkBroken("not located", error) from None
-            before, self._address, self._is_located = self._address, (address, now), True
-            if before is not None and before[0] != address:
-                await self._pool.drop(before[0])  # its streams break, and are dialled again here
-        return scheduler_pb2_grpc.SchedulerStub(self._pool.get(self._address[0]))
+            self._is_located = True
+            await self._move_to(address)
+        assert self._address is not None
+        return scheduler_pb2_grpc.SchedulerStub(self._pool.get(self._address))
+
+    async def _move_to(self, address: str) -> None:
+        before, self._address = self._address, address
+        if before is not None and before != address:
+            await self._pool.drop(before)  # its streams break, and are dialled again here
 
     def _accept_epoch(self, epoch: int) -> bool:
         if epoch < self._epoch:

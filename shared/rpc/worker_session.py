@@ -6,6 +6,7 @@ handler's business.
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ HEARTBEAT_S = 1.0  # a fifth of the silence after which a worker counts as lost
 HEARTBEAT_SPACING_S = 0.02  # heartbeats asked for by events: a prefill step takes longer than this
 REDIAL_INITIAL_S = 0.05
 REDIAL_MAX_S = 1.0  # a restarted scheduler waits at most this long for its workers
+# The active scheduler may be replaced without its sessions breaking: cut off from Redis alone. A new one waits 5 s for
+# the workers of what it adopts.
+LOOK_INTERVAL_S = 1.0
 WELCOME_TIMEOUT_S = 5.0  # a scheduler that does not greet within the time after which we would be lost anyway
 # Each attempt makes at most five events and a scheduler acknowledges at once, so thousands mean a scheduler that
 # commands and never acknowledges: its session is closed and dialled again, and no further command taken from it.
@@ -181,8 +185,18 @@ class WorkerSession:
             async with asyncio.TaskGroup() as group:
                 spawn(group, self._read(call, address), name="session reader")
                 spawn(group, self._write(call), name="session writer")
+                spawn(group, self._watch_place(address), name="session watch")
         finally:
             call.cancel()
+
+    async def _watch_place(self, address: str) -> None:
+        """Raises _SessionBroken where another scheduler is the active one."""
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            with contextlib.suppress(ServingError):  # nobody knows: that is no reason to leave this one
+                found = await self._locate()
+                if found != address:
+                    raise _SessionBroken(f"the active scheduler is at {found}")
 
     def _hello(self) -> scheduler_pb2.WorkerHello:
         identity = self._identity

@@ -1,7 +1,6 @@
 """Who holds a TCP port of this machine, by the operating system's word: the proxies of a run cut one process off."""
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -39,9 +38,9 @@ class Holders:
             self._looked_at = time.monotonic()
         for pid, name in self._names.items():
             with suppress(OSError):
-                for entry in os.scandir(f"/proc/{pid}/fd"):
+                for entry in Path(f"/proc/{pid}/fd").iterdir():
                     with suppress(OSError):
-                        if str(Path(entry.path).readlink()) in wanted:
+                        if str(entry.readlink()) in wanted:
                             return name
         return ""
 

@@ -5,11 +5,12 @@ import contextlib
 import math
 from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
 from gateway.clients.link import LinkBroken
-from gateway.clients.scheduler import ControlEvent, Delivered, Placed, Queued, SchedulerClient, Start
+from gateway.clients.scheduler import ControlEvent, ControlStream, Delivered, Placed, Queued, SchedulerClient, Start
 from gateway.request_id import new_request_id
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Incarnation
@@ -208,6 +209,42 @@ async def test_a_scheduler_that_moved_is_found_after_a_broken_call() -> None:
     metrics.close()
 
     assert 2 == num_asked
+
+
+async def read_to_the_end(stream: ControlStream) -> NoReturn:
+    """Raises what ends it."""
+    while True:
+        await stream.read()
+
+
+async def test_a_scheduler_that_was_replaced_and_lives_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off from Redis alone it still answers; its streams are broken, and are dialled again at the active one."""
+    monkeypatch.setattr("gateway.clients.scheduler._LOOK_INTERVAL_S", 0.01)
+    old, new = FakeBackend(), FakeBackend()
+    metrics, pool = Metrics("gateway", "g"), ChannelPool("")
+    place: list[str | None] = []
+
+    async def locate() -> str:
+        if place[-1] is None:
+            raise ServingError(ErrorCode.STATE_UNAVAILABLE, "Redis is away")
+        return place[-1]
+
+    client = SchedulerClient(locate=locate, pool=pool, incarnation=Incarnation(9), metrics=metrics, clock=RealClock())
+    async with running(old), running(new), asyncio.TaskGroup() as group:
+        place.append(old.address)
+        watching = group.create_task(client.watch_place())
+        stream = await client.serve(start())
+        assert isinstance(await stream.read(), Queued)
+        place.extend([None, new.address])
+        with pytest.raises(LinkBroken):
+            await read_to_the_end(stream)
+        stream = await client.serve(start())
+        assert isinstance(await stream.read(), Queued)
+        assert [1, 1] == [len(backend.requests) for backend in (old, new)]
+        stream.close()
+        watching.cancel()
+    await pool.close()
+    metrics.close()
 
 
 async def test_status_is_told_whole() -> None:

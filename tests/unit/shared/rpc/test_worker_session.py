@@ -50,6 +50,8 @@ class Scripted(scheduler_pb2_grpc.SchedulerServicer):
     """Sends the messages of `scripts` down, one list a session; then listens until told to hang up."""
 
     def __init__(self) -> None:
+        self.host = "127.0.0.1"
+        """By which it is found."""
         self.scripts: list[list[Down]] = []
         self.sessions: list[list[scheduler_pb2.SessionUp]] = []
         self.changed = asyncio.Condition()
@@ -130,7 +132,7 @@ async def bench(*scripts: list[Down], num_events: int = 0, unknown_addresses: in
             if unknown:
                 unknown -= 1
                 raise ServingError(ErrorCode.STATE_UNAVAILABLE, "no scheduler is known")
-            return server.address
+            return server.address.replace("127.0.0.1", scheduler.host)
 
         session = WorkerSession(
             identity=WorkerIdentity(
@@ -248,6 +250,16 @@ async def test_a_scheduler_that_cannot_be_found_is_looked_for_again() -> None:
         await b.scheduler.until(lambda: bool(b.scheduler.sessions) and bool(b.scheduler.heard(0)))
 
         assert b.scheduler.kinds(0)[0] == "hello"
+
+
+async def test_a_scheduler_that_was_replaced_and_lives_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off from Redis alone, it keeps its sessions; whoever has the lease is the active one."""
+    monkeypatch.setattr(worker_session, "LOOK_INTERVAL_S", 0.01)
+    async with bench([welcome()], [welcome(5)]) as b:
+        await b.scheduler.until(lambda: b.session.is_established)
+        b.scheduler.host = "localhost"
+        await b.scheduler.until(lambda: len(b.scheduler.sessions) == 2 and b.session.highest_epoch == 5)
+        assert 4 == b.scheduler.heard(1)[0].hello.scheduler_epoch
 
 
 async def test_a_session_that_is_ended_while_its_stream_breaks_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
