@@ -104,7 +104,8 @@ async def test_a_pair_that_does_not_fit_is_refused_by_both() -> None:
         failed = (await pair.scheduler.event("prefill-0", KEY, "attempt_failed")).attempt_failed
 
         assert "KV_CORRUPT" == failed.error.code
-        assert {RefusedKind.HANDSHAKE: 1} == refused(pair.decode.metrics) == refused(pair.prefill.metrics)
+        # Frames and token 1 may each try to shake hands before the attempt has failed.
+        assert [RefusedKind.HANDSHAKE] == list(refused(pair.decode.metrics)) == list(refused(pair.prefill.metrics))
         await pair.release("decode-0", KEY, abort=True)
         await pair.scheduler.idle("decode-0", 1024)
 
