@@ -181,7 +181,8 @@ class ControlLine:
 def _log_told(request_id: RequestId, event: Queued | Requeued | Placed | Outcome) -> None:
     attempt = event.attempt if isinstance(event, Requeued | Placed) else None
     state = event.state.value if isinstance(event, Outcome) else None
-    _log.debug("told", what=type(event).__name__, request_id=request_id, attempt=attempt, state=state)
+    code = event.error.code.value if isinstance(event, Outcome) and event.error is not None else None
+    _log.debug("told", what=type(event).__name__, request_id=request_id, attempt=attempt, state=state, code=code)
 
 
 def _is_draining(outcome: Outcome) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shared.domain import lifecycle_events as events
+from shared.domain.errors import ErrorCode
 from shared.domain.lifecycle import IGNORED, TABLE
 from shared.domain.request import TERMINAL_STATES, RequestState
 
@@ -80,7 +81,8 @@ def traces(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Observed]]:
     """Request id -> what was observed of it, by time."""
     found: dict[str, list[Observed]] = {}
     for line in lines:
-        if (line["event"] == "reported" and line["what"] in REPORTS) or line["event"] == "told":
+        is_told = line["event"] == "told" and line.get("code") != ErrorCode.SUPERSEDED  # that is one reader's end alone
+        if (line["event"] == "reported" and line["what"] in REPORTS) or is_told:
             observed = Observed(
                 at=line["timestamp"],
                 by=line.get("process", line["role"]),

@@ -82,3 +82,14 @@ def test_logs_become_traces(tmp_path: Path) -> None:
     assert ["r"] == list(found)
     assert ["reserved", "Placed", "kv_committed", "Outcome"] == [observed.what for observed in found["r"]]
     assert ("decode", "finished") == (found["r"][-1].by, found["r"][-1].state)
+
+
+def test_what_an_older_reader_is_told_is_no_outcome_of_the_request() -> None:
+    """It is superseded; the newer one goes on."""
+    line = {"timestamp": "1", "role": "gateway", "event": "told", "request_id": "r", "attempt": None}
+    told = [
+        {**line, "what": "Outcome", "state": "failed", "code": "SUPERSEDED"},
+        {**line, "what": "Outcome", "state": "failed", "code": "WORKER_LOST"},
+    ]
+    assert ["Outcome"] == [observed.what for observed in traces(told)["r"]]
+    assert {} == traces(told[:1])
