@@ -108,7 +108,7 @@ class PatientClient:
     async def run(self) -> None:
         """Until stopped; every answer must be whole."""
         while not self.stopped.is_set():
-            script = counting(20 + self._number % 10, step_ms=20, prefill_ms=50)
+            script = counting(10 + self._number % 10, step_ms=20, prefill_ms=50)
             record = await self.ask(script)
             assert (script.text(), "stop", None) == (record.text, record.finish_reason, record.error)
             self.num_answers += 1

@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator, Callable, Generator
 
 import pytest
 
+from shared.domain.ids import RequestId
+from shared.state.keys import KEY_HASH_FIELD, cancel_key, request_key
 from tests.support import leaks
 from tests.support.cancelling import live, long_decode, outcomes, wait_blocks_free, wait_outcomes
 from tests.support.chat import CHAT_PATH, ask, collect, stream_chat
@@ -193,12 +195,14 @@ async def test_a_stored_cancel_mark_is_found_after_a_gap(cluster: Cluster, redis
     before = await outcomes(cluster)
     async with live(cluster, long_decode()) as stream:
         record = await collect(stream, until_deltas=2)
+        request_id = RequestId(record.request_id)
         with redis_server.client as client:
+            owner = client.hget(request_key(request_id), KEY_HASH_FIELD)
             client.execute_command("ACL", "SETUSER", "default", "-subscribe")
             try:
                 assert client.execute_command("CLIENT", "KILL", "TYPE", "pubsub") >= 1
                 ends_at = asyncio.get_running_loop().time() + GAP_S
-                client.set(f"{KEY_PREFIX}cancel:{{{record.request_id}}}", "delete", px=60_000)
+                client.set(cancel_key(request_id, owner), "delete", px=60_000)
                 assert 0 == client.publish(f"{KEY_PREFIX}cancels", record.request_id)
                 while asyncio.get_running_loop().time() < ends_at:
                     await collect(stream, until_deltas=len(record.deltas) + 1, record=record)

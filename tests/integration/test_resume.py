@@ -174,10 +174,10 @@ def there_only(pair: Cluster) -> Cluster:
 
 
 async def test_a_newer_reader_supersedes_the_older(pair: Cluster) -> None:
-    """On the same gateway and on the other: the older is told, the newer has the whole answer."""
+    """On the same gateway and on the other, in either dialect: the older is told, the newer has the whole answer."""
     script = counting(120, step_ms=20)
-    for port in ports(pair):
-        async with ask_resumable(pair.port, script) as (stream, older):
+    for port, path in zip(ports(pair), (CHAT_PATH, API_PATH), strict=True):
+        async with ask_resumable(pair.port, script, path=path) as (stream, older):
             await read_on(stream, older, max_events=5)
             newer = ReadSoFar(request_id=older.request_id)
             async with asyncio.timeout(ANSWER_WITHIN_S), resume(port, newer) as resumed:
