@@ -28,6 +28,7 @@ from shared.kv.frames import MAX_UNACKNOWLEDGED_FRAMES, FrameHeader, FrameRange,
 from shared.kv.layout import KvLayout
 from shared.kv.memory import KvMemory
 from shared.obs.metrics import Metrics
+from shared.rpc.calls import end_call
 from shared.rpc.errors import serving_error
 from shared.transfer.copier import Copier
 from shared.transfer.handshake import SHM, Introductions
@@ -389,7 +390,7 @@ class _Transfer:
                 await asyncio.wait({reader}, timeout=ANSWER_TIMEOUT_S)
                 reader.cancel()
         finally:
-            call.cancel()
+            end_call(call)
 
     async def _send(self, call: "_PushCall", stream: _Stream) -> None:
         """Frames as chunks are computed and credit allows, keep-alives while there is nothing to send."""

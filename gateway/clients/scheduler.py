@@ -16,6 +16,7 @@ from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, TokenId, W
 from shared.domain.refusals import RefusedKind
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, RequestState
 from shared.obs.metrics import Metrics
+from shared.rpc.calls import end_call
 from shared.rpc.channels import ChannelPool
 from shared.wire import scheduler_pb2, scheduler_pb2_grpc
 
@@ -180,7 +181,7 @@ class ControlStream:
 
     def close(self) -> None:
         """Always to be called: leaving the reading does not end a call."""
-        self._call.cancel()
+        end_call(self._call)
 
     async def _write(self, message: scheduler_pb2.ServeUp) -> None:
         try:

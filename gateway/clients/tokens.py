@@ -32,6 +32,7 @@ from shared.domain.request import FinishReason
 from shared.domain.sampling import TokenLogprobs
 from shared.obs.logs import get_logger
 from shared.obs.metrics import Metrics
+from shared.rpc.calls import end_call
 from shared.rpc.channels import ChannelPool
 from shared.wire import decode_pb2, decode_pb2_grpc
 
@@ -305,7 +306,7 @@ class TokenStream:
                     backoff.reset()
                     self._dispatch(message)
             finally:
-                call.cancel()
+                end_call(call)
                 writer.cancel()
 
     async def _write(self, call: TokensCall) -> None:

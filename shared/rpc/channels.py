@@ -1,7 +1,7 @@
 """Channels to other processes: one for each address, pinged, with the cluster token on every call.
 
-A channel connects by itself and again after a loss. Whoever opens a stream cancels it in `finally`: leaving an
-`async for` over a call does not end it.
+A channel connects by itself and again after a loss. Whoever opens a stream ends it in `finally` (`shared.rpc.calls`):
+leaving an `async for` over a call does not.
 """
 
 from collections.abc import Callable, Sequence

@@ -23,6 +23,7 @@ from shared.domain.ids import Epoch, Incarnation, WorkerId
 from shared.domain.refusals import RefusedKind
 from shared.domain.request import Role
 from shared.obs.metrics import Metrics
+from shared.rpc.calls import end_call
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 HEARTBEAT_S = 1.0  # a fifth of the silence after which a worker counts as lost
@@ -187,7 +188,7 @@ class WorkerSession:
                 spawn(group, self._write(call), name="session writer")
                 spawn(group, self._watch_place(address), name="session watch")
         finally:
-            call.cancel()
+            end_call(call)
 
     async def _watch_place(self, address: str) -> None:
         """Raises _SessionBroken where another scheduler is the active one."""

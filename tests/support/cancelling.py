@@ -14,7 +14,7 @@ from tests.support.polling import eventually
 from tests.support.script import Script, counting, padded
 
 TWO_BUDGETS = 512  # prompt tokens that a prefill worker is given ahead (two steps of 256)
-FILLER_PREFILL_MS = 20_000
+FILLER_PREFILL_MS = 60_000  # a chunk each six seconds: longer than any test holds others behind them
 
 
 @asynccontextmanager
