@@ -204,6 +204,7 @@ class Client:
     async def _read_on(self, question: Question, asked: Asked, seen: Seen) -> None:
         """Over as many connections as it takes, at each gateway in turn. Raises OSError where even its id did not come."""
         read = ReadSoFar(request_id="")
+        drops = iter(question.drops_s)
         is_api = question.form is Form.RESUMABLE_EVENTS
         headers = {"X-Request-Id": seen.client_request_id, **EVENTS}
         try:
@@ -216,7 +217,7 @@ class Client:
                 patience_s=2 * ENDS_WITHIN_S,
             ) as stream:
                 seen.record.request_id = read.request_id = stream.headers.get("x-firsttoken-request", "")
-                await _take(stream, read, asked, seen)
+                await _take(stream, read, asked, seen, drop_after_s=next(drops, None))
         except (ConnectionError, EOFError):
             if not seen.has_begun:
                 raise
@@ -226,7 +227,7 @@ class Client:
             port = self._ports[(seen.gateway + seen.num_resumed) % len(self._ports)]
             with suppress(ConnectionError, EOFError):
                 async with resume(port, read) as stream:
-                    await _take(stream, read, asked, seen)
+                    await _take(stream, read, asked, seen, drop_after_s=next(drops, None))
         if read.error is not None:
             seen.end, seen.code = End.FAILED, read.error
         elif seen.end is not End.FAILED:
@@ -268,22 +269,28 @@ def _body(question: Question, asked: Asked) -> dict[str, Any]:
     return body
 
 
-async def _take(stream: HttpStream, read: ReadSoFar, asked: Asked, seen: Seen) -> None:
-    """One connection, to its end. A refusal that names a time to come again is none; what was read counts in any case."""
+async def _take(stream: HttpStream, read: ReadSoFar, asked: Asked, seen: Seen, *, drop_after_s: float | None) -> None:
+    """One connection, to its end or for so long. A refusal that names a time to come again is none; what was read counts in any case."""
     if stream.status != 200:
         code = json.loads(await stream.read_body())["error"]["code"]
         if not seen.has_begun or stream.status != 503:
             seen.end, seen.code = End.FAILED, code
         return
     seen.has_begun = True
+    timer = asyncio.timeout(drop_after_s)
     try:
-        while True:
-            before = read.last_id
-            read.take(await stream.next_data())
-            if read.last_id != before and asked.script is not None:
-                check_place(read, asked.script)
+        async with timer:
+            while True:
+                before = read.last_id
+                read.take(await stream.next_data())
+                if read.last_id != before and asked.script is not None:
+                    check_place(read, asked.script)
     except ConnectionCut:
         pass
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        stream.cut()
     finally:
         seen.record.deltas[:] = [read.text]
 

@@ -67,6 +67,8 @@ class Question:
     num_choices: int = 1
     delete_at: int = 0
     """The gateway that is asked to delete."""
+    drops_s: tuple[float, ...] = ()
+    """A resumable one cuts its first connections itself, each after so long."""
 
     @property
     def is_resumable(self) -> bool:
@@ -77,6 +79,11 @@ class Question:
         end = "" if self.fate is Fate.READ else f", {self.fate} after {self.after_s:.2f} s"
         end += f" at gateway-{self.delete_at}" if self.fate is Fate.DELETE else ""
         end += f" for {self.pause_s:.1f} s" if self.fate is Fate.STALL else ""
+        end += (
+            f", drops its connections after {', '.join(f'{each:.2f}' for each in self.drops_s)} s"
+            if self.drops_s
+            else ""
+        )
         more = f", {self.num_choices} choices" if self.num_choices > 1 else ""
         more += f", timeout {self.timeout_s:.2f} s" if self.timeout_s is not None else ""
         return (
@@ -107,7 +114,7 @@ def _question(choose: random.Random, at_s: float, number: int, gateway: int) -> 
     form = choose.choices(list(Form), [3, 6, 3, 3])[0]
     if fate in (Fate.LEAVE_AT_HEAD, Fate.STALL) or (fate is not Fate.READ and form is not Form.WHOLE):
         form = Form.STREAM
-    script = _script(choose, number, repeat=choose.choice([1, 2, 5, 10]))
+    script = _script(choose, number, repeat=choose.choice([5, 10, 20] if form in RESUMABLE_FORMS else [1, 2, 5, 10]))
     after_s, pause_s = 0.0, 0.0
     match fate:
         case Fate.READ:
@@ -135,6 +142,7 @@ def _question(choose: random.Random, at_s: float, number: int, gateway: int) -> 
         timeout_s=choose.uniform(0.2, 4.0) if fate is Fate.READ and choose.random() < 0.12 else None,
         num_choices=2 if form is Form.WHOLE and fate is Fate.READ and choose.random() < 0.3 else 1,
         delete_at=choose.choice([gateway, 1 - gateway]),
+        drops_s=tuple(choose.uniform(0.02, 1.5) for _ in range(choose.randrange(4))) if form in RESUMABLE_FORMS else (),
     )
 
 
