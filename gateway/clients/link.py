@@ -1,6 +1,8 @@
 """What a failed internal call means: the peer said why, or the line broke."""
 
 import asyncio
+import contextlib
+from collections.abc import Generator
 
 import grpc
 from grpc.aio import AioRpcError, Metadata
@@ -38,6 +40,20 @@ class LinkBroken(Exception):
     def __init__(self, why: str, told: ServingError | None = None) -> None:
         super().__init__(why)
         self.told = told or ServingError(ErrorCode.NO_CAPACITY, "no scheduler is active")
+
+
+@contextlib.contextmanager
+def broken_where_cancelled() -> Generator[None]:
+    """A channel that is closed, or a write that ran out of time, cancels calls, and grpc tells whoever waits for one in
+    the words of his own cancel. Where nobody has cancelled him the line broke: LinkBroken.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling() > 0:
+            raise
+        raise LinkBroken("cancelled") from None
 
 
 def failure_of(error: AioRpcError) -> ServingError | LinkBroken:

@@ -8,7 +8,7 @@ from typing import TypeAlias, cast
 
 from grpc.aio import EOF, AioRpcError, StreamStreamCall
 
-from gateway.clients.link import CALL_ERRORS, LinkBroken, failure_of, failure_of_call
+from gateway.clients.link import CALL_ERRORS, LinkBroken, broken_where_cancelled, failure_of, failure_of_call
 from shared.codec.request import finish_reason_to_wire, outcome_from_wire, outcome_state_from_wire, spec_to_wire
 from shared.domain.clock import Clock
 from shared.domain.errors import ServingError
@@ -136,15 +136,10 @@ class ControlStream:
         """The next event. A scheduler of an older epoch is not listened to: that counts as a broken line."""
         while True:
             try:
-                message = await self._call.read()
+                with broken_where_cancelled():
+                    message = await self._call.read()
             except AioRpcError as error:
                 raise failure_of(error) from None
-            except asyncio.CancelledError:
-                # A write that ran out of time has cancelled the call, and grpc tells its reader so in these words.
-                # Nobody has cancelled the reader itself: it dials again.
-                if _is_cancelled_itself():
-                    raise
-                raise LinkBroken("cancelled") from None
             if message is EOF:
                 raise LinkBroken("ended")
             down = cast("scheduler_pb2.ServeDown", message)
@@ -186,16 +181,12 @@ class ControlStream:
     async def _write(self, message: scheduler_pb2.ServeUp) -> None:
         try:
             async with asyncio.timeout(_WRITE_TIMEOUT_S), self._writing:
-                await self._call.write(message)
+                with broken_where_cancelled():
+                    await self._call.write(message)
         except CALL_ERRORS:
             raise await failure_of_call(self._call) from None
         except TimeoutError:
             raise LinkBroken("write timeout") from None
-
-
-def _is_cancelled_itself() -> bool:
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 class SchedulerClient:
@@ -266,7 +257,8 @@ class SchedulerClient:
         stub = await self._stub()
         request = scheduler_pb2.CancelRequest(request_id=request_id, key_hash=key_hash, reason=reason.value)
         try:
-            reply = await stub.Cancel(request, timeout=_CANCEL_TIMEOUT_S)
+            with broken_where_cancelled():
+                reply = await stub.Cancel(request, timeout=_CANCEL_TIMEOUT_S)
         except AioRpcError as error:
             self.look_again()
             raise failure_of(error) from None
@@ -281,7 +273,8 @@ class SchedulerClient:
         try:
             async with asyncio.timeout(timeout_s):
                 stub = await self._stub()
-                reply = await stub.Status(scheduler_pb2.StatusRequest(), timeout=timeout_s)
+                with broken_where_cancelled():
+                    reply = await stub.Status(scheduler_pb2.StatusRequest(), timeout=timeout_s)
         except AioRpcError as error:
             self.look_again()
             raise failure_of(error) from None

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import socket
 from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import replace
 from typing import NoReturn
@@ -245,6 +246,41 @@ async def test_a_scheduler_that_was_replaced_and_lives_is_left(monkeypatch: pyte
         watching.cancel()
     await pool.close()
     metrics.close()
+
+
+async def test_calls_that_wait_when_the_scheduler_is_replaced_are_broken_and_not_cancelled() -> None:
+    """grpc tells who waits for a call of a closed channel in the words of his own cancel: a session would lose its line."""
+    metrics, pool = Metrics("gateway", "g"), ChannelPool("")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+
+        async def locate() -> str:
+            return address
+
+        client = SchedulerClient(
+            locate=locate, pool=pool, incarnation=Incarnation(9), metrics=metrics, clock=RealClock()
+        )
+
+        async def outcome(call: Awaitable[object]) -> str:
+            with contextlib.suppress(LinkBroken):
+                await call
+                return "answered"
+            return "broken"
+
+        async with asyncio.TaskGroup() as group:
+            calls = (
+                client.serve(start()),
+                client.status(30),
+                client.cancel(new_request_id(1), "", CancelReason.DELETE),
+            )
+            tasks = [group.create_task(outcome(call)) for call in calls]
+            for _ in range(10):
+                await asyncio.sleep(0)  # each has begun its call
+            await pool.drop(address)
+    await pool.close()
+    metrics.close()
+
+    assert ["broken"] * 3 == [task.result() for task in tasks]
 
 
 async def test_status_is_told_whole() -> None:
