@@ -23,7 +23,7 @@ _OWED = CancelAnswer(is_released=False, state=None, blocks_freed=0)
 
 
 class _OfAnother(ServingError):
-    """The record of the request names another client: it is there, and so there are no answers with ids of their own."""
+    """The record of the request names another client: it is there, so it has no answers with ids of their own."""
 
 
 class Canceller:
