@@ -314,8 +314,7 @@ class SchedulerCore:
             case WriteStep.ADMITTED:
                 self._admission_written(entry, event, now)
             case WriteStep.PLACED:
-                if event.error is ErrorCode.STALE_ATTEMPT and not entry.record.state.is_terminal:
-                    # Nothing is commanded behind a newer scheduler's back.
+                if event.is_newer:  # nothing is commanded behind a newer scheduler's back
                     self._emit(Resign(epoch_seen=self.epoch, reason="a newer scheduler has written the record"))
                     return
                 if event.error is not None:

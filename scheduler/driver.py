@@ -61,6 +61,8 @@ from shared.domain.lifecycle import RequestRecord
 from shared.domain.lifecycle_events import WriteStep
 from shared.domain.request import CancelReason, RequestState, StoredRequest
 from shared.obs.metrics import Metrics
+from shared.state.client import state_unavailable
+from shared.state.requests import NewerEpoch
 from shared.wire import scheduler_pb2
 
 NUM_LANES = 8  # as many as the store has connections
@@ -230,7 +232,7 @@ class Driver:
                     self._num_unwritten += 1
                     self.written.clear()
                 else:
-                    self.step(_written(effect, ErrorCode.STATE_UNAVAILABLE))
+                    self.step(_written(effect, state_unavailable()))
             case RewriteRecords():
                 if not self._rewrites.try_put(effect):
                     self.step(StateRewritten(outcomes=frozenset(), is_complete=False))
@@ -329,9 +331,9 @@ class Driver:
             if error is None:
                 await self._look_at_mark(effect)
 
-    async def _write(self, effect: PersistRecord) -> ErrorCode | None:
+    async def _write(self, effect: PersistRecord) -> ServingError | None:
         if not self.core.is_state_ready:
-            return ErrorCode.STATE_UNAVAILABLE  # known to be away: nobody waits for a timeout again
+            return state_unavailable()  # known to be away: nobody waits for a timeout again
         try:
             match effect.step:
                 case WriteStep.ADMITTED:
@@ -344,7 +346,7 @@ class Driver:
                     assert_never(effect.step)
         except ServingError as error:
             self._log.warning("record not written", step=effect.step.value, code=error.code.value)
-            return error.code
+            return error
         return None
 
     async def _look_at_mark(self, effect: PersistRecord) -> None:
@@ -443,6 +445,12 @@ def _body_to_wire(body: CommandBody, now: float) -> scheduler_pb2.Command:
             assert_never(body)
 
 
-def _written(effect: PersistRecord, error: ErrorCode | None) -> Written:
+def _written(effect: PersistRecord, error: ServingError | None) -> Written:
     stored = effect.stored
-    return Written(request_id=stored.request_id, attempt=stored.attempt, step=effect.step, error=error)
+    return Written(
+        request_id=stored.request_id,
+        attempt=stored.attempt,
+        step=effect.step,
+        error=None if error is None else error.code,
+        is_newer=isinstance(error, NewerEpoch),
+    )

@@ -214,6 +214,8 @@ class Written:
     attempt: Attempt
     step: WriteStep
     error: ErrorCode | None = None
+    is_newer: bool = False
+    """It was refused because a scheduler of a higher epoch has written the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

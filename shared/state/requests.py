@@ -20,11 +20,15 @@ _STORE = Script("store_request", request_key)
 _log = get_logger("state")
 
 
+class NewerEpoch(ServingError):
+    """A scheduler of a higher epoch has written the record: who is told so is the active one no more."""
+
+
 class RequestStore:
     """Written by the active scheduler only.
 
     Every method raises ServingError STATE_UNAVAILABLE when Redis is away. Every write raises STALE_ATTEMPT when a
-    higher epoch or attempt has written the record, or when the request has ended already.
+    higher epoch (then it is a NewerEpoch) or attempt has written the record, or when the request has ended already.
     """
 
     def __init__(self, client: StateClient) -> None:
@@ -68,6 +72,8 @@ class RequestStore:
             [stored.epoch, stored.attempt, int(is_end), ttl_ms, *fields],
             request_id=stored.request_id,
         )
+        if reply == b"newer":
+            raise NewerEpoch(ErrorCode.STALE_ATTEMPT, "the record is a newer scheduler's")
         if reply != b"ok":
             raise ServingError(ErrorCode.STALE_ATTEMPT, f"the record was refused: {reply.decode()}")
 

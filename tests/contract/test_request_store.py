@@ -10,7 +10,7 @@ from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, WorkerId
 from shared.domain.request import FinishReason, RequestState, StoredRequest
 from shared.state.client import StateClient
 from shared.state.keys import ENDED_REQUEST_TTL_MS, LIVE_REQUEST_TTL_MS, request_key
-from shared.state.requests import RequestStore
+from shared.state.requests import NewerEpoch, RequestStore
 from tests.support.redis_server import RedisServer
 
 QUEUED = StoredRequest(
@@ -95,6 +95,7 @@ async def test_older_epoch_or_attempt_is_refused(client: StateClient, step: str,
     with pytest.raises(ServingError) as caught:
         await getattr(store, step)(stale)
     assert ErrorCode.STALE_ATTEMPT == caught.value.code
+    assert ("epoch" in older) is isinstance(caught.value, NewerEpoch)
     assert [QUEUED] == await store.load_live()
 
 
@@ -120,6 +121,7 @@ async def test_first_outcome_stands(client: StateClient) -> None:
         await store.place(PLACED)
 
     assert ErrorCode.STALE_ATTEMPT == caught.value.code
+    assert not isinstance(caught.value, NewerEpoch), "the active scheduler itself may be told so"
     assert FINISHED == await store.load(QUEUED.request_id)
 
 

@@ -238,9 +238,19 @@ class Runner:
 
     def wrote(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
         key = _key(plain[0])
-        errors = {"failed": ErrorCode.STATE_UNAVAILABLE, "stale": ErrorCode.STALE_ATTEMPT}
+        """`ended`: its record has ended; `newer`: a scheduler of a higher epoch has written it."""
+        stale = ErrorCode.STALE_ATTEMPT
+        errors = {"failed": ErrorCode.STATE_UNAVAILABLE, "ended": stale, "newer": stale}
         error = next((errors[word] for word in plain if word in errors), None)
-        return [Written(request_id=key.request_id, attempt=key.attempt, step=WriteStep(plain[1]), error=error)]
+        return [
+            Written(
+                request_id=key.request_id,
+                attempt=key.attempt,
+                step=WriteStep(plain[1]),
+                error=error,
+                is_newer="newer" in plain,
+            )
+        ]
 
     def report(self, plain: list[str], options: dict[str, str]) -> list[CoreEvent]:
         """The next one of this worker; `again`: its last one once more, under its number."""

@@ -1,11 +1,15 @@
 -- Writes the record of a request, unless what is stored is newer or has ended.
 -- KEYS[1]  hash of the request
 -- ARGV     epoch, attempt, 1 if the new state is terminal, time to live in ms, then field, value, ...
--- Returns  "ok"; "stale" if a higher epoch or attempt has written; "ended" if it has ended and this is not an end.
+-- Returns  "ok"; "newer" if a higher epoch has written; "stale" if a higher attempt has; "ended" if it has ended and this
+--          is not an end.
 -- An end on top of an end changes nothing and is "ok": the first one stands.
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'attempt', 'state')
 if stored[1] then
-  if tonumber(stored[1]) > tonumber(ARGV[1]) or tonumber(stored[2]) > tonumber(ARGV[2]) then
+  if tonumber(stored[1]) > tonumber(ARGV[1]) then
+    return 'newer'
+  end
+  if tonumber(stored[2]) > tonumber(ARGV[2]) then
     return 'stale'
   end
   if stored[3] == 'finished' or stored[3] == 'cancelled' or stored[3] == 'failed' then
