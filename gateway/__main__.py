@@ -68,7 +68,7 @@ async def _serve(process: Process, config: GatewayConfig, gateway: Gateway, stat
         process.readiness.set(False, "draining")
         ends_at = process.clock.monotonic() + config.drain_timeout_s
         # A client that is refused goes to another gateway.
-        await server.end_connections(sock, min(_LAST_REQUESTS_S, config.drain_timeout_s))
+        await server.end_connections(sock, min(_LAST_REQUESTS_S, config.drain_timeout_s / 4))
         await gateway.sessions.drain(ends_at - process.clock.monotonic())
         server.should_exit = True
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 from redis.asyncio.connection import Connection, parse_url
 from redis.exceptions import (
     ClusterDownError,
+    NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -33,13 +34,15 @@ TIMEOUT_S = 0.5  # decisions §3: no answer in 500 ms means that Redis is away
 MAX_CONNECTIONS = 8  # one process has a few writers; more would only queue inside Redis' one thread
 SCAN_COUNT = 500
 
-# A store that is full, read-only, loading or failing over does not answer questions of ours: as good as away.
+# A store that is full, read-only, loading, failing over, or closed to us by its own rules does not answer questions of
+# ours: as good as away.
 _AWAY = (
     OSError,
     TimeoutError,
     RedisConnectionError,
     RedisTimeoutError,
     ClusterDownError,
+    NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
     TryAgainError,

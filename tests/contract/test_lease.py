@@ -240,6 +240,33 @@ async def test_locator_remembers(client: StateClient, valkey: RedisServer, clock
         await SchedulerLocator(Leadership(client, clock), None).locate()
 
 
+async def test_a_slow_look_does_not_lead_back(client: StateClient, clock: HandClock) -> None:
+    """What Redis had said before the scheduler was replaced is heard after what it says now."""
+    one, two = Candidate(client, clock, 1), Candidate(client, clock, 2)
+    slow, found = asyncio.Event(), asyncio.Event()
+
+    class Slow(Leadership):
+        """Keeps the first answer back."""
+
+        async def find(self) -> SchedulerLocation | None:
+            location = await super().find()
+            if not found.is_set():
+                found.set()
+                await slow.wait()
+            return location
+
+    await become_active(one, clock)
+    locator = SchedulerLocator(Slow(client, clock), None)
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(locator.locate())
+        await found.wait()
+        await one.leadership.release()
+        await become_active(two, clock)
+        assert two.address == await locator.locate()
+        slow.set()
+    assert two.address == first.result()
+
+
 async def test_fixed_address_asks_nobody() -> None:
     """FIRSTTOKEN_SCHEDULER is used as it is; both or neither is a mistake."""
     assert "scheduler:7000" == await SchedulerLocator(None, "scheduler:7000").locate()

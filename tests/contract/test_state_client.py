@@ -170,6 +170,7 @@ async def test_a_store_without_its_replicas_is_away(client: StateClient) -> None
         "LOADING Redis is loading the dataset in memory",
         "READONLY You can't write against a read only replica.",
         "OOM command not allowed when used memory > 'maxmemory'.",
+        "NOPERM this user has no permissions to run the 'hmget' command",
     ],
 )
 async def test_refusals_that_pass_are_an_outage(client: StateClient, reply: str) -> None:
