@@ -148,7 +148,7 @@ bench-steady: setup  ## Memory of every process over 10,000 short requests
 bench-life: setup  ## What faults cost readers: stalled neighbours, killed and stopped workers, a killed scheduler
 	@PYTHONPATH=. $(PY) tests/bench/life.py
 
-sweep: setup  ## Cancels: a hundred at each stage of a request's life, by each cause; five hundred at random moments; workers restarted twenty times
+sweep: setup  ## Cancels: a hundred leave at each stage of a request's life, some more end there by deadlines and lost gateways; five hundred at random moments; workers restarted twenty times
 	@$(PYTEST) tests/integration/test_cancel_sweep.py tests/integration/test_cancel.py \
 		tests/integration/test_worker_loss.py::test_workers_restarted_again_and_again --sweep 100
 

@@ -1,7 +1,8 @@
 """PDX-06, CAN-04: crowds that end at each stage of their lives, by every cause and way, at either of two gateways; the
 audit of the fixture finds nothing left.
 
-A few a stage here; `make sweep` takes a hundred, for every cause at every stage, and five hundred at random moments.
+A few a stage here; `make sweep` takes every cause at every stage, a hundred clients that leave at each, ten rounds of the
+causes that take their time, and five hundred cancels at random moments (test_cancel.py).
 """
 
 import asyncio

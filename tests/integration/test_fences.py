@@ -118,7 +118,9 @@ async def test_a_worker_wakes_up_in_the_middle_of_a_copy(pairs: Cluster, role: s
 
 
 async def test_blocks_of_a_copy_that_stands_still_are_nobody_elses(pairs: Cluster) -> None:
-    """PDX-01: A is cancelled while its sender stands still in mid-copy; others fill the pool; then A's frames come."""
+    """PDX-01 with real processes: A is cancelled while its sender stands still in mid-copy; others compute meanwhile, and
+    are exact when the sender has woken up. (That they take A's blocks: test_kv_transfer.py.)
+    """
     before_late = await num_late(pairs)
     async with live_uncached(pairs, COPYING) as stream:
         await wait_for_state(pairs, "prefilling")
