@@ -256,14 +256,20 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         write: WriteBlocks,
         payload: bytes | memoryview,
     ) -> int | Reject | None:
-        acked_upto = 0
+        acked_upto, num_bytes = 0, len(payload)
 
         def copy() -> None:
-            is_sound = zlib.crc32(payload) == write.crc32
-            if is_sound:
-                self._memory.write(
-                    write.block_ids, layer_start=write.layer_start, layer_end=write.layer_end, payload=payload
-                )
+            try:
+                is_sound = zlib.crc32(payload) == write.crc32
+                if is_sound:
+                    self._memory.write(
+                        write.block_ids, layer_start=write.layer_start, layer_end=write.layer_end, payload=payload
+                    )
+            finally:
+                # So that the segment can be unmapped behind this, whoever still refers to the part: an error and the
+                # frames that it came by are a cycle, and go when the garbage collector does, in an idle process never.
+                if isinstance(payload, memoryview):
+                    payload.release()
             if staging is not None and not staging.is_valid:  # asked last: it is given up before it is written again
                 raise _GivenUp
             if not is_sound:
@@ -281,7 +287,7 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
                 self._service.copy_returned(row, 0)
                 return
             acked_upto = row.receiver.copied(write.number, stream=stream)
-            self._service.copy_returned(row, len(payload))
+            self._service.copy_returned(row, num_bytes)
 
         copying.add_done_callback(returned)
         # The stream may break and the attempt may end meanwhile: the copy goes on, and is waited for by the row.

@@ -29,7 +29,7 @@ class RefusedKind(StrEnum):
     """Another start of one of the two, another transfer, or a start that has not said hello."""
     UNKNOWN_TRANSFER = "unknown_transfer"
     LATE_TRANSFER = "late_transfer"
-    """Of an attempt that has ended here."""
+    """Of an attempt that has ended here, maybe by an Abort in the midst of its copy."""
     LATE_FRAME = "late_frame"
     """Its sender had given the segment up when it was read."""
     DOUBLED_FRAME = "doubled_frame"

@@ -1,8 +1,10 @@
 """The decode worker against a sender that misbehaves, breaks off, is late or slow: no KV is ever used that is not whole."""
 
+import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,7 +15,9 @@ from shared.engine.kv_digest import digest_layout
 from shared.kv.frames import RejectCode
 from shared.kv.memory import KvMemory
 from shared.rpc.errors import serving_error
+from shared.transfer.staging import SEGMENT_NAME
 from shared.wire import common_pb2, kv_pb2, scheduler_pb2
+from tests.support.polling import eventually
 from tests.support.raw_sender import RawSender
 from tests.support.refusals import refused
 from tests.support.worker_pair import expected_ids, key_of, scripted_engine, scripted_spec, worker_pair
@@ -338,6 +342,53 @@ async def test_blocks_are_given_out_again_only_after_their_copy_has_returned() -
         await gateway.attach(key_of("b"), reserved.attach_ticket)
         await gateway.ended(key_of("b"))
         assert expected_ids(b) == gateway.ids["b"]
+
+
+@pytest.fixture
+def without_collector() -> Generator[None]:
+    """As in a process that is idle: whatever waits for the garbage collector stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def maps() -> str:
+    """Of this process."""
+    return Path("/proc/self/maps").read_text()
+
+
+async def num_mapped() -> int:
+    """Segments in its memory."""
+    return sum(SEGMENT_NAME in line for line in maps().splitlines())
+
+
+@pytest.mark.parametrize("transport", ["shm"], indirect=True)
+@pytest.mark.parametrize("ends_by", ["abort", "sender", "both"])
+@pytest.mark.usefixtures("without_collector")
+async def test_a_segment_is_unmapped_behind_the_copy_that_was_its_last(transport: str, ends_by: str) -> None:
+    """PDX-06: the attempt ends, or its sender gives the segment up, in the midst of a copy."""
+    memory = SlowMemory(8)
+    spec = scripted_spec("a", num_prompt_tokens=NUM_PROMPT_TOKENS, max_tokens=20)
+    async with worker_pair(with_prefill=False, decode_engine=scripted_engine(8, memory=memory)) as pair:
+        sender = RawSender(pair, spec, await pair.reserve(spec))
+        assert (await sender.hello()).transport == transport
+        before = await num_mapped()
+        push = await sender.open()
+        await push.held()
+        assert before + 2 == await num_mapped()
+        await push.call.write(sender.message(1, sender.frames[0]))
+        while not memory.is_writing.is_set():
+            await pair.scheduler.next_message()
+        if ends_by != "abort":
+            assert sender.segment is not None
+            sender.segment.disclaim()
+        if ends_by != "sender":
+            await pair.scheduler.send("decode-0", key_of("a"), abort=scheduler_pb2.Abort())
+            assert await push.rejected() is RejectCode.GONE
+        memory.may_write.set()
+
+        await eventually(num_mapped, lambda now: now == before + 1, within_s=60.0, what="only the sender has it")
 
 
 async def test_finish_while_kv_moves_ends_at_once() -> None:

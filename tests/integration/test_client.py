@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from cli.client import Answer, Client
+from tests.support.audited import audited
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.script import Script, counting
 from tests.support.tcp_proxy import tcp_proxy
@@ -58,19 +59,19 @@ async def test_cut_connections_do_not_show(cluster: Cluster) -> None:
 
 async def test_an_answer_outlives_its_gateway() -> None:
     """Killed in mid-answer: the other gateway goes on behind what the client has."""
-    with ClusterPlan().scripted().gateways(2).start() as cluster:
-        pid = (await cluster.status()).one("gateway").live_pid
-        is_killed = False
+    with ClusterPlan().scripted().gateways(2).start() as system:
+        async with audited(system) as cluster:
+            pid = (await cluster.status()).one("gateway").live_pid
+            is_killed = False
 
-        def kill_once(answer: Answer) -> None:
-            nonlocal is_killed
-            if answer.token_index >= 30 and not is_killed:
-                is_killed = True
-                os.kill(pid, signal.SIGKILL)
+            def kill_once(answer: Answer) -> None:
+                nonlocal is_killed
+                if answer.token_index >= 30 and not is_killed:
+                    is_killed = True
+                    os.kill(pid, signal.SIGKILL)
 
-        urls = [cluster.base_url, f"http://127.0.0.1:{cluster.port + 1}"]
-        answer = await asyncio.to_thread(_read, urls, SCRIPT, kill_once)
-        await cluster.wait_ready()
+            urls = [cluster.base_url, f"http://127.0.0.1:{cluster.port + 1}"]
+            answer = await asyncio.to_thread(_read, urls, SCRIPT, kill_once)
 
     assert is_killed
     assert (SCRIPT.text(), "stop", True) == (answer.text, answer.finish_reason, answer.num_resumed >= 1)

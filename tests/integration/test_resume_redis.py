@@ -3,11 +3,12 @@
 import asyncio
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
 
 import pytest
 
 from tests.support import processes
+from tests.support.audited import audited
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.polling import eventually
 from tests.support.redis_server import RedisServer, own_redis
@@ -26,9 +27,16 @@ def redis_server() -> Generator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def cluster(redis_server: RedisServer) -> Generator[Cluster]:
+def system(redis_server: RedisServer) -> Generator[Cluster]:
     """Two gateways on it."""
     with ClusterPlan().scripted().gateways(2).redis_url(redis_server.url).start() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def cluster(system: Cluster) -> AsyncGenerator[Cluster]:
+    """Idle and warm before, idle and whole after."""
+    async with audited(system) as cluster:
         yield cluster
 
 
@@ -90,7 +98,6 @@ async def test_what_the_store_lacks_of_a_lost_gateway_is_computed_again(
             await read_on(resumed, read)
     assert (None, script.text(), "stop") == (read.error, read.text, read.finish_reason)
     assert 201 == (read.usage or {})["completion_tokens"]
-    await cluster.wait_ready()
 
 
 NUM_STORED = """

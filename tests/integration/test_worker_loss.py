@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from tests.support import leaks
+from tests.support.audited import audited
 from tests.support.cancelling import live, live_uncached, long_decode, wait_for_state
 from tests.support.chat import CHAT_PATH, ChatRecord, ask, collect, stream_chat
 from tests.support.cluster import Cluster, ClusterPlan, Service
@@ -252,15 +253,13 @@ def stalling_system() -> Generator[Cluster]:
 
 async def test_a_stalled_engine(stalling_system: Cluster) -> None:
     """OPS-02: heartbeats go on but no step ends: readiness says so. The request that does it twice is taken for the cause."""
-    cluster = stalling_system
-    async with live(cluster, counting(5, step_ms=6_000)) as stream:
+    async with audited(stalling_system) as cluster, live(cluster, counting(5, step_ms=6_000)) as stream:
         async with asyncio.timeout(2 * BACK_WITHIN_S), asyncio.TaskGroup() as group:
             group.create_task(
                 eventually(lambda: readyz(cluster), lambda s: s == 503, within_s=ERROR_WITHIN_S, what="not ready")
             )
             ending = group.create_task(collect(stream))
         assert "request_poisoned" == (ending.result().error or {})["code"]
-    await cluster.wait_ready(within_s=BACK_WITHIN_S)
-    script = counting(5)
-    assert script.text() == (await stream_chat(cluster.port, script.body())).text
-    await leaks.capture(cluster)
+        await cluster.wait_ready(within_s=BACK_WITHIN_S)
+        script = counting(5)
+        assert script.text() == (await stream_chat(cluster.port, script.body())).text

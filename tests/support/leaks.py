@@ -51,6 +51,8 @@ class _Counts:
     files: OpenFiles
     tasks: float
     calls: float
+    negative: frozenset[str]
+    """Names of metrics below zero: something was given back twice (CAN-03)."""
 
 
 async def capture(cluster: Cluster, *, is_warm: bool = False) -> Baseline:
@@ -84,6 +86,7 @@ async def _counts(cluster: Cluster, service: Service, redis: Service) -> _Counts
         files=open_files(service.live_pid, redis_port=redis.port, admin_port=service.admin_port),
         tasks=metrics.total("firsttoken_tasks"),
         calls=metrics.total("firsttoken_open_calls"),
+        negative=frozenset(sample.name for sample in metrics.samples if sample.value < 0),
     )
 
 
@@ -160,6 +163,7 @@ async def _system_unrest(cluster: Cluster, baseline: Baseline, redis: Service) -
         if before is None:
             continue
         now = await _counts(cluster, service, redis)
+        found += [f"{service.id}: {name} is below zero" for name in now.negative]
         for what, count, legal in _measures(service, services, before, now, is_warm=baseline.is_warm):
             if count > legal:
                 names = "" if what in ("tasks", "calls") else f": {now.files.names}"
