@@ -14,7 +14,7 @@ from tests.support.chaos_figures import Figures
 from tests.support.chaos_schedule import Schedule
 
 RUN_S = 240.0  # of a long run: long enough for faults to meet, short enough to be looked at
-SHORT_RUN_S = 35.0
+SHORT_RUN_S = 25.0
 SHORT_SEEDS = (1, 2)  # odd ones bring KV by shared memory, even ones by grpc
 # Of `make test`'s time for both, with all that is before and after them: where a slow machine needed more than half of
 # it for the first, the second is left out, and says so.
