@@ -63,8 +63,8 @@ test-packages:
 		|| { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && timeout 180 scripts/install_test_packages.sh; } \
 		|| echo "test: no redis-server here; as root, scripts/install_test_packages.sh brings it"
 
-# Two at a time on two cores: the type check, the longest, runs beside the others. All run even if one fails.
-CHECKS := types fmt-check lint imports proto-check shape unit property scenario contract
+# Two at a time on two cores, the longest first. All run even if one fails.
+CHECKS := types unit contract property scenario fmt-check lint imports proto-check shape
 check: setup  ## What a developer runs before a commit
 	@$(MAKE) -j2 --keep-going --output-sync=target $(CHECKS)
 	@echo "check: passed"
