@@ -19,7 +19,7 @@ from tests.support.script import Script, counting
 NUM_STALLED = 20  # half of them read on
 NUM_NORMAL = 5
 OUTBOX_TOKENS = 256
-SOCKET_TOKENS = 100  # of 2 KiB: what the gateway and both kernels hold of one stream at most
+SOCKET_TOKENS = 200  # of 2 KiB: the gateway and both kernels hold half of that as a rule, of one stream
 MAX_BYTES_EACH = 1024 * 1024  # as docs/reliability.md has it
 KV_BLOCK_BYTES = 1024  # of the scripted generator
 STALL_TIMEOUT_S = 15  # more than the 10 s after which one that is parked gives its blocks back
