@@ -122,7 +122,7 @@ integration-%:
 MINUTES ?=
 SEED ?=
 CHAOS_ARGS ?=
-chaos: setup  ## Real processes under random faults: two runs of 25 s, or MINUTES=60, from SEED=7 on (CHAOS_ARGS=--chaos-model)
+chaos: setup  ## Real processes under random faults: 30 s, or MINUTES=60, from SEED=7 on (CHAOS_ARGS=--chaos-model)
 	@$(PYTEST) $(if $(MINUTES)$(SEED),-s) -p no:randomly tests/chaos $(if $(MINUTES),--chaos-minutes $(MINUTES)) $(if $(SEED),--chaos-seed $(SEED)) $(CHAOS_ARGS)
 
 gpu:  ## The torch backend on a CUDA device; says why it skips where there is none

@@ -3,7 +3,6 @@ import pytest
 from tests.support.chaos_figures import Figures, table
 
 FIGURES = pytest.StashKey[list[Figures]]()
-SPENT_S = pytest.StashKey[list[float]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,19 +17,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Each run adds to them."""
     config.stash[FIGURES] = []
-    config.stash[SPENT_S] = []
 
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> list[Figures]:
     """Of the runs so far that found nothing."""
     return request.config.stash[FIGURES]
-
-
-@pytest.fixture
-def spent_s(request: pytest.FixtureRequest) -> list[float]:
-    """Seconds that each run so far has taken."""
-    return request.config.stash[SPENT_S]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

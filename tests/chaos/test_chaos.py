@@ -1,7 +1,6 @@
 """Everything breaks at random moments, by a seed. Each request has one end, no answer is wrong, nothing leaks."""
 
 import shutil
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,11 +13,9 @@ from tests.support.chaos_figures import Figures
 from tests.support.chaos_schedule import Schedule
 
 RUN_S = 240.0  # of a long run: long enough for faults to meet, short enough to be looked at
-SHORT_RUN_S = 25.0
-SHORT_SEEDS = (1, 2)  # odd ones bring KV by shared memory, even ones by grpc
-# Of `make test`'s time for both, with all that is before and after them: where a slow machine needed more than half of
-# it for the first, the second is left out, and says so.
-SHORT_LIMIT_S = 180.0
+# What `make test` runs. With all that is before and after it a minute and a half, where three are allowed.
+SHORT_RUN_S = 30.0
+SHORT_SEED = 1  # odd ones bring KV by shared memory, even ones by grpc
 MODEL_LOAD = 0.2  # two cores compute some 100 tokens a second
 # Set-up, the last answers, and the wait for what was killed last.
 OVERHEAD_S = 400.0
@@ -29,20 +26,11 @@ def is_model(config: pytest.Config) -> bool:
     return bool(config.getoption("--chaos-model", default=False))
 
 
-def is_short(config: pytest.Config) -> bool:
-    """Nothing was asked for: what `make test` runs."""
-    return config.getoption("--chaos-minutes", default=None) is None and (
-        config.getoption("--chaos-seed", default=None) is None
-    )
-
-
 def schedules(config: pytest.Config) -> list[Schedule]:
-    """The short runs of the test suite, or what was asked for."""
+    """The short run, or what was asked for."""
     load = MODEL_LOAD if is_model(config) else 1.0
     minutes, seed = config.getoption("--chaos-minutes", default=None), config.getoption("--chaos-seed", default=None)
-    if is_short(config):
-        return [chaos_schedule.plan(seed, SHORT_RUN_S, load=load) for seed in SHORT_SEEDS]
-    left_s, seed = float(round(60.0 * (minutes or SHORT_RUN_S / 60.0))), seed or 1
+    left_s, seed = float(round(60.0 * (minutes or SHORT_RUN_S / 60.0))), seed or SHORT_SEED
     found: list[Schedule] = []
     while left_s > 0:
         found.append(chaos_schedule.plan(seed + len(found), min(RUN_S, left_s), load=load))
@@ -99,16 +87,6 @@ def _logs_kept_if_it_fails(logs: Path, kept: Path) -> Generator[None]:
 def with_model(request: pytest.FixtureRequest) -> bool:
     """The default model in place of the scripted answers."""
     return is_model(request.config)
-
-
-@pytest.fixture(autouse=True)
-def within_limit(request: pytest.FixtureRequest, spent_s: list[float]) -> Generator[None]:
-    """Of the short runs: what the one before took must be left for the next."""
-    if is_short(request.config) and 2 * sum(spent_s) > SHORT_LIMIT_S:
-        pytest.skip(f"the run before took {sum(spent_s):.0f} s of {SHORT_LIMIT_S:.0f} s: alone with make chaos SEED=2")
-    begun_at = time.monotonic()
-    yield
-    spent_s.append(time.monotonic() - begun_at)
 
 
 def again(schedule: Schedule, *, with_model: bool) -> str:
