@@ -13,7 +13,7 @@ from tests.support.chaos_figures import Figures
 from tests.support.chaos_schedule import Schedule
 
 RUN_S = 240.0  # of a long run: long enough for faults to meet, short enough to be looked at
-# What `make test` runs. With all that is before and after it a minute and a half, where three are allowed.
+# Where no time is asked for. With all that is before and after it a minute and a half.
 SHORT_RUN_S = 30.0
 SHORT_SEED = 1  # odd ones bring KV by shared memory, even ones by grpc
 MODEL_LOAD = 0.2  # two cores compute some 100 tokens a second
