@@ -45,7 +45,8 @@ class Ending:
     @property
     def state(self) -> RequestState:
         """For the log line."""
-        if self.outcome is not None and not self.is_answered:
+        # The scheduler says finished only when the client has taken every token: then a cancel came too late.
+        if self.outcome is not None and (not self.is_answered or self.outcome.state is RequestState.FINISHED):
             return self.outcome.state
         is_cancelled = self.cancel_reason not in (None, CancelReason.DEADLINE)
         if is_cancelled or (self.left.is_set() and not self.is_answered):

@@ -46,6 +46,8 @@ def test_the_first_reason_to_cancel_counts() -> None:
         (True, None, True, None, RequestState.FINISHED),
         (False, CancelReason.DELETE, False, RequestState.FAILED, RequestState.FAILED),
         (True, None, False, RequestState.FAILED, RequestState.FINISHED),
+        (True, CancelReason.SHUTDOWN, False, RequestState.FINISHED, RequestState.FINISHED),
+        (True, CancelReason.SLOW_CLIENT, False, RequestState.CANCELLED, RequestState.CANCELLED),
     ],
 )
 def test_what_the_log_line_says(
@@ -63,6 +65,7 @@ def test_what_the_log_line_says(
     if has_left:
         ending.left.set()
     if outcome is not None:
-        ending.learn(Outcome(state=outcome, error=LOST, finish_reason=FinishReason.STOP))
+        error = None if outcome is RequestState.FINISHED else LOST
+        ending.learn(Outcome(state=outcome, error=error, finish_reason=FinishReason.STOP))
         assert ending.has_outcome.is_set()
     assert expected is ending.state
