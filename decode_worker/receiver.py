@@ -13,7 +13,6 @@ from structlog.typing import FilteringBoundLogger
 
 from decode_worker.sequence import HeldSequence, Stage
 from decode_worker.service import DecodeService
-from shared.aio.scope import stop_when
 from shared.codec.kv import frame_header_from_wire, held_to_wire, reject_to_wire
 from shared.codec.request import key_from_wire, logprobs_from_wire
 from shared.domain.errors import ErrorCode, ServingError
@@ -29,6 +28,7 @@ from shared.transfer.staging import StagingError, StagingGoneError, StagingView
 from shared.wire import common_pb2, kv_pb2, kv_pb2_grpc
 
 _OPEN_TIMEOUT_S = 5.0  # the first message of a stream is sent with its opening
+_SILENCE_S = 15.0  # a sender signs each second, and after 10 s without a sign its reservation has lapsed
 
 
 class _Damaged(Exception):
@@ -86,12 +86,13 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
             logprobs = logprobs_from_wire(request.logprobs) if request.HasField("logprobs") else None
             token = SampledToken(token_id=TokenId(request.token_id), logprobs=logprobs)
             code = self._service.take_first_token(row, token, request.cached_tokens)
+            if code is not None:
+                self._metrics.refused(RefusedKind.LATE_TRANSFER)
         else:
             code = row.code
         return kv_pb2.FirstTokenReply(rejected=reject_to_wire(code))
 
-    # A coroutine that reads and writes, where the generated type wants a generator: only so can the end of the attempt
-    # break off a wait for the next frame.
+    # A coroutine that reads and writes, where the generated type wants a generator: so each wait has its limit.
     async def Push(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, _request_iterator: object, context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]"
     ) -> None:
@@ -142,23 +143,16 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         staging: StagingView | None,
         context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]",
     ) -> None:
-        while True:
-            answer: int | Reject | None = None
-            async with stop_when(row.closed) as scope:
-                answer = await self._next_answer(row, stream, staging, context)
-            # Written outside the scope: a message that is broken off half-way would leave the stream unusable.
-            if scope.was_stopped:
-                if not row.receiver.is_complete:  # frames are on their way
-                    self._metrics.refused(RefusedKind.LATE_TRANSFER)
-                answer = Reject(code=row.reject_code, message="the attempt has ended here")
-            match answer:
-                case Reject():
-                    await _reject(context, answer)
-                    return
-                case None:
-                    return
-                case acked_upto:
-                    await context.write(kv_pb2.PushDown(ack=kv_pb2.FrameAck(upto=acked_upto)))
+        """Until the sender has done with the stream, or says something of an attempt that has ended here.
+
+        The end is the answer to its next word, which comes within a second: who hears of it from the scheduler before
+        closes the stream and says none. What was late is so known for certain, and counted as such.
+        """
+        while (answer := await self._next_answer(row, stream, staging, context)) is not None:
+            if isinstance(answer, Reject):
+                await _reject(context, answer)
+                return
+            await context.write(kv_pb2.PushDown(ack=kv_pb2.FrameAck(upto=answer)))
 
     async def _next_answer(
         self,
@@ -167,8 +161,11 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         staging: StagingView | None,
         context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]",
     ) -> int | Reject | None:
-        """To the next frame: the acknowledgement or the refusal; None when the sender has done with the stream."""
-        while (message := await context.read()) is not aio.EOF:
+        """To the next frame: the acknowledgement or the refusal; None when the stream is over."""
+        while (message := await _next_word(context)) is not None:
+            if row.stage is Stage.ENDED:
+                self._metrics.refused(RefusedKind.LATE_TRANSFER)
+                return Reject(code=row.reject_code, message="the attempt has ended here")
             match message.WhichOneof("message"):
                 case "frame":
                     answer = await self._take_frame(row, stream, staging, message.frame)
@@ -195,8 +192,11 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
             receiver_incarnation=Incarnation(opening.receiver_incarnation),
         )
         if isinstance(opened, Reject):
+            if row.stage is Stage.ENDED:
+                self._metrics.refused(RefusedKind.LATE_TRANSFER)
+                return Reject(code=row.reject_code, message=opened.message)
             self._metrics.refused(RefusedKind.TRANSFER)
-            return Reject(code=row.reject_code, message=opened.message) if row.closed.is_set() else opened
+            return opened
         row.sender = sender
         return row
 
@@ -310,6 +310,16 @@ class KvReceiver(kv_pb2_grpc.KvTransferServicer):
         self._log.warning("frame refused", key=str(row.key), code=rejected.code.value, reason=rejected.message)
         if row.stage is Stage.RECEIVING and rejected.code in (RejectCode.BAD_CHECKSUM, RejectCode.BAD_RANGE):
             self._service.fail_transfer(row, ServingError(ErrorCode.KV_CORRUPT, "the KV was damaged on its way"))
+
+
+async def _next_word(context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]") -> kv_pb2.PushUp | None:
+    """What the sender says next; None where it has done, or has stopped to say anything."""
+    try:
+        async with asyncio.timeout(_SILENCE_S):
+            message = await context.read()
+    except TimeoutError:
+        return None
+    return None if message is aio.EOF else message
 
 
 async def _reject(context: "aio.ServicerContext[kv_pb2.PushUp, kv_pb2.PushDown]", rejected: Reject) -> None:

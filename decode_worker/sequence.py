@@ -1,6 +1,5 @@
 """One attempt on the decode worker: its KV on the way in, its tokens on the way out. State, no decisions."""
 
-import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -86,7 +85,6 @@ class HeldSequence:
     is_preempted: bool = False  # its blocks go to others; it comes back as another attempt
     release_epoch: Epoch | None = None  # of the Abort or Release that waits for its answer
     blocks_freed: int = 0
-    closed: asyncio.Event = field(default_factory=asyncio.Event)  # no more KV is taken
 
     @property
     def reject_code(self) -> RejectCode:

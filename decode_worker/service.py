@@ -433,7 +433,6 @@ class DecodeService:
             row.moments.ended_at = self._clock.monotonic()
             row.unattended_since = row.moments.ended_at
             row.receiver.end()
-            row.closed.set()
             if row.is_in_engine:
                 self._engine.submit(Leave(key=row.key))
         self._report_done(row)

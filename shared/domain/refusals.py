@@ -29,7 +29,7 @@ class RefusedKind(StrEnum):
     """Another start of one of the two, another transfer, or a start that has not said hello."""
     UNKNOWN_TRANSFER = "unknown_transfer"
     LATE_TRANSFER = "late_transfer"
-    """Of an attempt that has ended here, maybe by an Abort in the midst of its copy."""
+    """A word of the sender for an attempt that has ended here: a frame, a sign of life, a new stream, token 1."""
     LATE_FRAME = "late_frame"
     """Its sender had given the segment up when it was read."""
     DOUBLED_FRAME = "doubled_frame"

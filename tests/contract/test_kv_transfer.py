@@ -20,10 +20,34 @@ from shared.wire import common_pb2, kv_pb2, scheduler_pb2
 from tests.support.polling import eventually
 from tests.support.raw_sender import RawSender
 from tests.support.refusals import refused
-from tests.support.worker_pair import expected_ids, key_of, scripted_engine, scripted_spec, worker_pair
+from tests.support.worker_pair import WorkerPair, expected_ids, key_of, scripted_engine, scripted_spec, worker_pair
 
 pytestmark = pytest.mark.usefixtures("transport")
 NUM_PROMPT_TOKENS = 100  # seven blocks, the last one partly filled
+
+
+class SlowMemory(KvMemory):
+    """Copies into it wait for `may_write`."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(digest_layout(16), num_blocks)
+        self.may_write = threading.Event()
+        self.is_writing = threading.Event()
+
+    def write(
+        self, block_ids: Sequence[BlockId], *, layer_start: int, layer_end: int, payload: bytes | memoryview
+    ) -> None:
+        """As any other, but late."""
+        self.is_writing.set()
+        assert self.may_write.wait(60)
+        super().write(block_ids, layer_start=layer_start, layer_end=layer_end, payload=payload)
+
+
+async def aborted_in_mid_copy(pair: WorkerPair) -> None:
+    """Attempt `a` has ended on decode and waits for its copy: commands are taken in order, and the next has been answered."""
+    await pair.scheduler.send("decode-0", key_of("a"), abort=scheduler_pb2.Abort())
+    await pair.ask(scripted_spec("next"))
+    await pair.scheduler.until(lambda: bool(pair.scheduler.events("decode-0", key_of("next"))))
 
 
 async def test_commit_needs_every_block_and_token_1() -> None:
@@ -162,8 +186,9 @@ async def test_a_frame_outside_the_prompt_fails_the_attempt() -> None:
         assert {RefusedKind.FRAME: 1} == refused(pair.decode.metrics)
 
 
-async def test_what_comes_after_the_end_is_refused_as_gone() -> None:
-    """An open stream is rejected at the abort; a late opening, frame or first token meets the tombstone."""
+@pytest.mark.parametrize("says", ["frame", "keep_alive"])
+async def test_what_comes_after_the_end_is_refused_as_gone(says: str) -> None:
+    """The next frame or sign of life on the open stream, a late opening and a first token: each is refused and counted."""
     spec = scripted_spec("r", num_prompt_tokens=NUM_PROMPT_TOKENS)
     async with worker_pair(with_prefill=False) as pair:
         sender = RawSender(pair, spec, await pair.reserve(spec))
@@ -172,12 +197,51 @@ async def test_what_comes_after_the_end_is_refused_as_gone() -> None:
         await push.held()
         await push.send(sender.frames[:1])
         assert (await pair.release("decode-0", key_of("r"), abort=True)).blocks_freed > 0
+        assert {} == refused(pair.decode.metrics)  # nothing has been late yet
 
+        late_word = sender.message(2, sender.frames[1])
+        await push.call.write(late_word if says == "frame" else kv_pb2.PushUp(keep_alive=kv_pb2.KeepAlive()))
         assert await push.rejected() is RejectCode.GONE
         late = await sender.open()
         assert await late.rejected() is RejectCode.GONE
         assert await sender.tell_first_token() is RejectCode.GONE
         assert {RefusedKind.LATE_TRANSFER: 3} == refused(pair.decode.metrics)
+
+
+async def test_a_cancel_that_both_have_heard_of_is_nothing_late() -> None:
+    """In mid-copy: decode lets go, the sender closes its stream without another word, and nothing is counted."""
+    spec = scripted_spec("r", num_prompt_tokens=NUM_PROMPT_TOKENS)
+    async with worker_pair(with_prefill=False) as pair:
+        sender = RawSender(pair, spec, await pair.reserve(spec))
+        await sender.hello()
+        push = await sender.open()
+        await push.held()
+        await push.send(sender.frames[:1])
+        assert (await pair.release("decode-0", key_of("r"), abort=True)).blocks_freed > 0
+        await push.close()
+
+        assert {} == refused(pair.decode.metrics)
+
+
+async def test_token_1_of_an_attempt_that_ends_in_mid_copy_is_late() -> None:
+    """Its row is still there, since a copy into its blocks has not returned; token 1 is not taken all the same."""
+    memory = SlowMemory(8)
+    spec = scripted_spec("a", num_prompt_tokens=NUM_PROMPT_TOKENS, max_tokens=20)
+    async with worker_pair(with_prefill=False, decode_engine=scripted_engine(8, memory=memory)) as pair:
+        sender = RawSender(pair, spec, await pair.reserve(spec))
+        await sender.hello()
+        push = await sender.open()
+        await push.held()
+        await push.call.write(sender.message(1, sender.frames[0]))
+        while not memory.is_writing.is_set():
+            await pair.scheduler.next_message()
+        await aborted_in_mid_copy(pair)
+
+        assert await sender.tell_first_token() is RejectCode.GONE
+        assert await (await sender.open()).rejected() is RejectCode.GONE
+        assert {RefusedKind.LATE_TRANSFER: 2} == refused(pair.decode.metrics)
+        memory.may_write.set()
+        await pair.scheduler.event("decode-0", key_of("a"), "released")
 
 
 @pytest.mark.parametrize(
@@ -293,23 +357,6 @@ async def test_a_newer_stream_replaces_one_that_is_still_open() -> None:
         assert {RefusedKind.FRAME: 1} == refused(pair.decode.metrics)
 
 
-class SlowMemory(KvMemory):
-    """Copies into it wait for `may_write`."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(digest_layout(16), num_blocks)
-        self.may_write = threading.Event()
-        self.is_writing = threading.Event()
-
-    def write(
-        self, block_ids: Sequence[BlockId], *, layer_start: int, layer_end: int, payload: bytes | memoryview
-    ) -> None:
-        """As any other, but late."""
-        self.is_writing.set()
-        assert self.may_write.wait(60)
-        super().write(block_ids, layer_start=layer_start, layer_end=layer_end, payload=payload)
-
-
 async def test_blocks_are_given_out_again_only_after_their_copy_has_returned() -> None:
     """PDX-01: A is aborted while a copy of it runs; B, which needs A's blocks, gets them only when the copy is over."""
     memory = SlowMemory(8)
@@ -324,7 +371,6 @@ async def test_blocks_are_given_out_again_only_after_their_copy_has_returned() -
         while not memory.is_writing.is_set():
             await pair.scheduler.next_message()
         await pair.scheduler.send("decode-0", key_of("a"), abort=scheduler_pb2.Abort())
-        assert await push.rejected() is RejectCode.GONE
         await pair.ask(b)
         refused = (await pair.scheduler.event("decode-0", key_of("b"), "reserve_refused")).reserve_refused
 
@@ -333,6 +379,9 @@ async def test_blocks_are_given_out_again_only_after_their_copy_has_returned() -
         memory.may_write.set()
         released = (await pair.scheduler.event("decode-0", key_of("a"), "released")).released
         assert released.blocks_freed == 8
+        assert 1 == (await push.down()).ack.upto
+        await push.call.write(sender.message(2, sender.frames[1]))
+        assert await push.rejected() is RejectCode.GONE
         sender_b = RawSender(pair, b, reserved := await pair.reserve(b))
         push_b = await sender_b.open()
         await push_b.held()
@@ -384,10 +433,11 @@ async def test_a_segment_is_unmapped_behind_the_copy_that_was_its_last(transport
             assert sender.segment is not None
             sender.segment.disclaim()
         if ends_by != "sender":
-            await pair.scheduler.send("decode-0", key_of("a"), abort=scheduler_pb2.Abort())
-            assert await push.rejected() is RejectCode.GONE
+            await aborted_in_mid_copy(pair)
         memory.may_write.set()
-
+        if ends_by == "abort":
+            assert 1 == (await push.down()).ack.upto
+            await push.close()
         await eventually(num_mapped, lambda now: now == before + 1, within_s=60.0, what="only the sender has it")
 
 
@@ -410,6 +460,7 @@ async def test_finish_while_kv_moves_ends_at_once() -> None:
         done = (await pair.scheduler.event("decode-0", key, "sequence_done")).sequence_done
 
         assert (done.finish_reason, done.completion_tokens) == (common_pb2.FINISH_REASON_STOP, 1)
+        await push.call.write(sender.message(3, sender.frames[2]))
         assert await push.rejected() is RejectCode.GONE
         await pair.scheduler.idle("decode-0", 1024)
 

@@ -14,20 +14,12 @@ from tests.support.chat import ChatRecord, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan, Service
 from tests.support.polling import eventually
 from tests.support.processes import frozen
-from tests.support.refusals import refused_by_role
+from tests.support.refusals import refused
 from tests.support.script import Script, counting, padded
 
 ANSWER_WITHIN_S = 120.0
 # Its chunks leave one after another over some seconds: whoever is stopped meanwhile is in the middle of its copy.
 COPYING = padded([*(f"w{i} " for i in range(30)), "x"], num_prompt_tokens=1_500, prefill_ms=4_000)
-HAND_OVER = (
-    RefusedKind.LATE_TRANSFER,
-    RefusedKind.LATE_FRAME,
-    RefusedKind.FRAME,
-    RefusedKind.STAGING,
-    RefusedKind.TRANSFER,
-    RefusedKind.UNKNOWN_TRANSFER,
-)
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -59,15 +51,10 @@ async def wait_given_up(cluster: Cluster, worker: Service) -> None:
     )
 
 
-async def num_late(cluster: Cluster) -> int:
-    """What decode workers have refused of transfers that are not theirs any more, be it a stream or a frame."""
-    counts = (await refused_by_role(cluster))["decode"]
-    return sum(counts[kind] for kind in HAND_OVER)
-
-
-async def wait_late(cluster: Cluster, before: int) -> None:
-    """More than before."""
-    await eventually(lambda: num_late(cluster), lambda now: now > before, within_s=60.0, what="what is late is refused")
+async def num_late(cluster: Cluster, receivers: list[Service]) -> int:
+    """Words of senders that these have refused, because the attempt had ended there. Asks nobody else."""
+    counts = [refused(await cluster.metrics(receiver)) for receiver in receivers]
+    return sum(count.get(RefusedKind.LATE_TRANSFER, 0) for count in counts)
 
 
 def check(script: Script, record: ChatRecord) -> None:
@@ -101,27 +88,40 @@ async def test_a_decode_worker_wakes_up_in_mid_answer(pairs: Cluster) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_worker_wakes_up_in_the_middle_of_a_copy(pairs: Cluster, role: str) -> None:
-    """The prompt was computed and copied by others meanwhile; what the old pair still sends is in nobody's answer."""
-    before, before_late = await outcomes(pairs), await num_late(pairs)
+    """The prompt was computed and copied by others meanwhile; what the old pair still sends is in nobody's answer.
+
+    What a sender says when it wakes up is refused and counted, and no sooner than it says it. (What lay in a frozen
+    receiver may also end with its stream, unread.)
+    """
+    before, status = await outcomes(pairs), await pairs.status()
+    receivers, scheduler = status.of_role("decode"), status.one("scheduler")
     async with live_uncached(pairs, COPYING) as stream:
         await wait_for_state(pairs, "prefilling")
         (victim,) = await holders(pairs, role)
-        with frozen(victim.live_pid):
+        with frozen(victim.live_pid) as thaw:
             await wait_given_up(pairs, victim)
+            num_before = await num_late(pairs, receivers) if role == "prefill" else 0
             async with asyncio.timeout(ANSWER_WITHIN_S):
                 record = await collect(stream)
+            await wait_outcomes(pairs, before, finished=1)
+            if role == "prefill":
+                assert num_before == await num_late(pairs, receivers)
+                with frozen(scheduler.live_pid):  # else it might say first that the work is over
+                    thaw()
+                    await eventually(
+                        lambda: num_late(pairs, receivers),
+                        lambda now: now > num_before,
+                        within_s=60.0,
+                        what="what the woken sender says is refused",
+                    )
     check(COPYING, record)
-    if role == "prefill":  # what lay in a frozen receiver may also end with its stream, unread
-        await wait_late(pairs, before_late)
     await pairs.wait_ready(within_s=BACK_WITHIN_S)
-    await wait_outcomes(pairs, before, finished=1)
 
 
 async def test_blocks_of_a_copy_that_stands_still_are_nobody_elses(pairs: Cluster) -> None:
     """PDX-01 with real processes: A is cancelled while its sender stands still in mid-copy; others compute meanwhile, and
     are exact when the sender has woken up. (That they take A's blocks: test_kv_transfer.py.)
     """
-    before_late = await num_late(pairs)
     async with live_uncached(pairs, COPYING) as stream:
         await wait_for_state(pairs, "prefilling")
         (sender,) = await holders(pairs, "prefill")
@@ -132,4 +132,3 @@ async def test_blocks_of_a_copy_that_stands_still_are_nobody_elses(pairs: Cluste
                 asked = [group.create_task(ask(pairs.port, script.body())) for script in scripts]
     for script, task in zip(scripts, asked, strict=True):
         assert script.text() == task.result()["choices"][0]["message"]["content"]
-    await wait_late(pairs, before_late)

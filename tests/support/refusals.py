@@ -1,10 +1,7 @@
 """What has been refused and counted, by kind (`shared.domain.refusals`)."""
 
-from collections import Counter
-
 from shared.domain.refusals import RefusedKind
 from shared.obs.metrics import REFUSED_TOTAL, Metrics
-from tests.support.cluster import Cluster
 from tests.support.metrics import Scrape, parse
 from tests.support.polling import eventually
 
@@ -22,13 +19,3 @@ async def until_refused(metrics: Metrics, kind: RefusedKind, count: int = 1) -> 
         return refused(metrics)
 
     await eventually(now, lambda counts: counts.get(kind, 0) >= count, within_s=60.0, what=f"{count} {kind.value}")
-
-
-async def refused_by_role(cluster: Cluster) -> dict[str, Counter[str]]:
-    """Role -> kind -> count, of the processes that run now."""
-    counts: dict[str, Counter[str]] = {}
-    for role in ("gateway", "scheduler", "prefill", "decode"):
-        counts[role] = Counter()
-        for scraped in await cluster.role_metrics(role):
-            counts[role].update(refused(scraped))
-    return counts

@@ -5,7 +5,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from decode_worker.sequence import HeldSequence
+from decode_worker.sequence import HeldSequence, Stage
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import TokenId
 from shared.domain.refusals import RefusedKind
@@ -189,7 +189,7 @@ def test_an_end_token_as_token_1_ends_the_answer(table: Table) -> None:
     row = table.row(key)
     table.service.take_first_token(row, SampledToken(token_id=EOS), 3)
 
-    assert row.closed.is_set()
+    assert row.stage is Stage.ENDED
     assert table.pool.num_available == 16
     assert table.engine.commands == []
     assert row.outbox.end is not None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from decode_worker.growth import PARKED_S
-from decode_worker.sequence import HeldSequence
+from decode_worker.sequence import HeldSequence, Stage
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestKey, TokenId
 from shared.domain.request import FinishReason
@@ -103,7 +103,7 @@ def test_an_answer_that_the_client_has_whole_only_ends(table: Table) -> None:
     assert row.outbox.end is not None
     assert (row.outbox.end.index, row.outbox.end.reason) == (2, FinishReason.STOP)
     assert table.pool.num_available == 16
-    assert row.closed.is_set()
+    assert row.stage is Stage.ENDED
 
 
 def test_what_could_never_end_here_is_refused_for_good(table: Table) -> None:
@@ -172,7 +172,7 @@ def test_a_younger_reservation_gives_way_to_what_runs(metrics: Metrics) -> None:
     table.service.ack(old.key, 9, reader)
 
     assert table.events.names()[-1] == "preempted"
-    assert (waiting.closed.is_set(), waiting.reject_code) == (True, RejectCode.GONE)
+    assert (waiting.stage, waiting.reject_code) == (Stage.ENDED, RejectCode.GONE)
     assert table.service.find(waiting.key) is RejectCode.GONE
     assert len(old.block_table) == 5
     table.service.check_integrity()
