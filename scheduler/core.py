@@ -26,6 +26,7 @@ from scheduler.messages import (
     InventoryTold,
     Noted,
     OutcomeTold,
+    PersistRecord,
     RecordsFound,
     Refused,
     ReportTold,
@@ -57,6 +58,7 @@ from shared.domain.worker import LossLimits
 # Several ticks: after longer this process did not run (it was stopped, or its machine slept), whatever others did.
 MAX_TICK_GAP_S = 1.0
 NOT_KNOWN = "the request is not known any more"
+NO_ANSWER = "the record store does not answer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ class CoreLimits:
     retry_wait_s: float = 30.0
     delivered_wait_s: float = 90.0
     startup_hold_s: float = 10.0  # as long as a gateway waits for a scheduler, workers included
+    store_hold_s: float = 5.0  # of these: a Redis that is away for longer is not just busy with all who dial
     ends_kept_s: float = 60.0  # longer than the grace of a gateway that comes back
     max_ends_kept: int = 4096  # a minute of 68 requests a second; each holds its prompt
     max_outcomes_owed: int = 4096
@@ -95,6 +98,7 @@ class SchedulerCore:
         self.is_draining = False
         self.lobby = Lobby(hold_s=limits.startup_hold_s, max_requests=limits.max_queued_requests)
         self._limits = limits
+        self._owed_admissions: set[RequestId] = set()
         self._owed_outcomes: dict[RequestId, StoredRequest] = {}
         self._owed_placements: set[RequestId] = set()
         self._out: list[CoreEffect] = []
@@ -193,7 +197,10 @@ class SchedulerCore:
             held = self.lobby.take(waiter.request_id)
             if held is not None and held.stream != event.stream:
                 self._emit(CloseStream(stream=held.stream))
-            may_wait = error.code is ErrorCode.NO_CAPACITY and self.lobby.is_open(now)
+            if error.code is ErrorCode.STATE_UNAVAILABLE and not event.last_attempt_seen:
+                may_wait = self._may_wait_for_store(now)
+            else:
+                may_wait = error.code is ErrorCode.NO_CAPACITY and self.lobby.is_open(now)
             if not may_wait or not self.lobby.hold(event):
                 self._lives.refuse(event.stream, error)
             return
@@ -202,6 +209,10 @@ class SchedulerCore:
             spec=event.spec, gateway_incarnation=event.gateway_incarnation, unix_ms=event.unix_ms
         )
         self._lives.admit(admitted, waiter, event, now)
+
+    def _may_wait_for_store(self, now: float) -> bool:
+        """Whom an earlier scheduler had in its queue comes as a new one: he is not to suffer from what passes by itself."""
+        return self.lobby.age_s(now) < self._limits.store_hold_s
 
     def _open_lobby(self, now: float) -> None:
         """Whoever can be admitted or refused by now is."""
@@ -219,7 +230,7 @@ class SchedulerCore:
         if self.is_draining:
             return ServingError(ErrorCode.DRAINING, "the scheduler takes no new requests")
         if not self.is_state_ready:
-            return ServingError(ErrorCode.STATE_UNAVAILABLE, "the record store does not answer")
+            return ServingError(ErrorCode.STATE_UNAVAILABLE, NO_ANSWER)
         error = placement.refusal(waiter, self.fleet.of_role(Role.PREFILL), self.fleet.of_role(Role.DECODE))
         if error is None and not self.waiting.can_admit(waiter.num_prompt_tokens):
             return ServingError(ErrorCode.OVERLOADED, "the queue is full")
@@ -284,7 +295,8 @@ class SchedulerCore:
                 self._sessions.closed(event, now)
             case _:
                 assert_never(event)
-        self._open_lobby(now)
+        if self.is_state_ready or isinstance(event, InventoryTold):  # which may show that some are not new
+            self._open_lobby(now)
 
     # ---- the record store
 
@@ -300,7 +312,9 @@ class SchedulerCore:
                 self._owed_placements.clear()
                 self._rewrite(entry for entry in self.ledger.live() if entry.is_written)
             case StateRewritten():
-                self._rewritten(event, now)
+                self._rewritten(event)
+                if self.is_state_ready:
+                    self._admit_owed(now)
             case _:
                 assert_never(event)
 
@@ -329,22 +343,45 @@ class SchedulerCore:
         waiter = self.waiting.get(entry.request_id)
         if waiter is None or entry.is_written:
             return  # cancelled in the meantime, its outcome is the next write; or an adopted one
-        if event.error is not None:
-            stream = entry.stream
-            if event.error is ErrorCode.STATE_UNAVAILABLE:
-                # Not answered is not "not done": a Redis that was only slow may write it yet. So the refusal is owed.
-                self._owe(replace(self.ledger.stored(entry), state=RequestState.FAILED, error_code=event.error.value))
-                message = "the record store does not answer"
-            else:  # its record of an earlier scheduler has ended: its gateway has dialled again in vain
-                message = NOT_KNOWN
-            self._lives.forget(entry)
-            if stream is not None:
-                self._lives.refuse(stream, ServingError(ErrorCode.STATE_UNAVAILABLE, message))
+        if event.error is ErrorCode.STATE_UNAVAILABLE:
+            if self._may_wait_for_store(now):
+                self._owed_admissions.add(entry.request_id)
+            else:
+                self._refuse_unwritten(entry)
+            return
+        if (
+            event.error is not None
+        ):  # its record of an earlier scheduler has ended: its gateway has dialled again in vain
+            self._take_back(entry, NOT_KNOWN)
             return
         waiter.is_written = True
         entry.is_written = True
         self._lives.tell_queued(entry)
         self._lives.place(now)
+
+    def _refuse_unwritten(self, entry: Entry) -> None:
+        """Not answered is not "not done": a Redis that was only slow may write it yet. So the refusal is owed."""
+        code = ErrorCode.STATE_UNAVAILABLE
+        self._owe(replace(self.ledger.stored(entry), state=RequestState.FAILED, error_code=code.value))
+        self._take_back(entry, NO_ANSWER)
+
+    def _take_back(self, entry: Entry, message: str) -> None:
+        stream = entry.stream
+        self._lives.forget(entry)
+        if stream is not None:
+            self._lives.refuse(stream, ServingError(ErrorCode.STATE_UNAVAILABLE, message))
+
+    def _owed_entries(self) -> list[Entry]:
+        """Those in the queue whose record could not be written: they are asked for once."""
+        owed, self._owed_admissions = self._owed_admissions, set()
+        entries = [self.ledger.get(waiter.request_id) for waiter in self.waiting if waiter.request_id in owed]
+        return [entry for entry in entries if entry is not None and not entry.is_written]
+
+    def _admit_owed(self, now: float) -> None:
+        """Redis is back in time."""
+        for entry in self._owed_entries():
+            self._emit(PersistRecord(stored=self.ledger.stored(entry), step=WriteStep.ADMITTED))
+        self._open_lobby(now)
 
     def _outcome_written(self, entry: Entry, event: Written) -> None:
         if event.error is None:
@@ -366,7 +403,7 @@ class SchedulerCore:
             del self._owed_outcomes[next(iter(self._owed_outcomes))]
             self._emit(Refused(kind=RefusedKind.OUTCOME_WRITE))
 
-    def _rewritten(self, event: StateRewritten, now: float) -> None:
+    def _rewritten(self, event: StateRewritten) -> None:
         for request_id in event.outcomes:
             self._owed_outcomes.pop(request_id, None)
         if not event.is_complete:
@@ -398,6 +435,9 @@ class SchedulerCore:
                 self._lives.advance(entry, events.DeadlinePassed(), now)
         self._give_up_waiting(now)
         self._open_lobby(now)
+        if not self._may_wait_for_store(now):
+            for entry in self._owed_entries():
+                self._refuse_unwritten(entry)
         self._lives.place(now)
         self._tell_positions()
         self.ledger.forget_old_ends(now)

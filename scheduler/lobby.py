@@ -1,7 +1,8 @@
-"""Requests that came before the first workers: held for a moment, unanswered, instead of refused.
+"""Requests that came before the first workers, or beside a slow Redis: held for a moment instead of refused.
 
-A scheduler that has just started knows no worker for a second or three, while all of them dial it. Whoever is held here
-is not admitted: no record, no place in the queue, no `Queued` (so its gateway can still answer with a status).
+A scheduler that has just started knows no worker for a second or three, while all of them dial it, and so do all
+gateways: Redis may well miss its time then. Whoever is held here is not admitted: no record, no place in the queue, no
+`Queued` (so its gateway can still answer with a status).
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from shared.domain.ids import RequestId
 
 
 class Lobby:
-    """Open for `hold_s` after the first look at the time, for at most `max_requests`. Oldest first."""
+    """Open for `hold_s` after the first look at the time, for at most `max_requests`."""
 
     def __init__(self, *, hold_s: float, max_requests: int) -> None:
         self._hold_s = hold_s
@@ -20,9 +21,13 @@ class Lobby:
         self._starts: dict[RequestId, StartReceived] = {}
 
     def is_open(self, now: float) -> bool:
+        return self.age_s(now) < self._hold_s
+
+    def age_s(self, now: float) -> float:
+        """Since the first look."""
         if self._opened_at is None:
             self._opened_at = now
-        return now - self._opened_at < self._hold_s
+        return now - self._opened_at
 
     def hold(self, start: StartReceived) -> bool:
         """False where it is full. A second Start of a request takes the place of the first."""
@@ -49,5 +54,7 @@ class Lobby:
         return len(self._starts)
 
     def __iter__(self) -> Iterator[StartReceived]:
-        """Over a copy: taking out while iterating is fine."""
-        return iter(tuple(self._starts.values()))
+        """Over a copy: taking out while iterating is fine. In the order of their ids, which tell when they were asked:
+        those of an earlier scheduler's queue may have come in any.
+        """
+        return iter([self._starts[request_id] for request_id in sorted(self._starts)])

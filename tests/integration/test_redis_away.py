@@ -125,7 +125,7 @@ async def test_a_failover_to_another_server_that_is_empty() -> None:
     """The old primary refuses writes and lives on as a replica, the address leads to the new one: what runs goes on, its
     record is written there, and nobody stays with the old one, which may then go.
     """
-    script = counting(450, step_ms=20)
+    script = counting(700, step_ms=20)
     with (
         own_redis() as old,
         own_redis() as new,

@@ -87,6 +87,11 @@ TABLE: tuple[Row, ...] = (
         )
         for code in ("request_not_found", "not_found")
     ),
+    # Its own gateway is cut off from Redis since before it was asked: no other one can know it.
+    *(
+        Row(kinds=_REDIS_LINK, target="gateway", code=code, aftermath_s=6.0, only_resumable=True)
+        for code in ("request_not_found", "not_found")
+    ),
     # A gateway that is silent for 4 s and its grace of 5 s is lost to the scheduler.
     Row(kinds=_STILL, target="gateway", code="cancelled", aftermath_s=LOST_AFTER_S),
     # One that is being stopped takes nothing new, and cuts off what is left of plain answers at its drain's end.

@@ -69,8 +69,14 @@ def store() -> SlowStore:
 
 @pytest.fixture
 def driver(store: SlowStore) -> Driver:
-    """With one ready worker of each role, whose sessions nobody reads."""
-    limits = CoreLimits(max_queued_requests=9, max_queued_prompt_tokens=999, loss=LossLimits(), gateway_grace_s=5.0)
+    """Past its first moments, with one ready worker of each role, whose sessions nobody reads."""
+    limits = CoreLimits(
+        max_queued_requests=9,
+        max_queued_prompt_tokens=999,
+        loss=LossLimits(),
+        gateway_grace_s=5.0,
+        store_hold_s=0.0,
+    )
     made = Driver(
         SchedulerCore(limits, Epoch(1)),
         store=store,

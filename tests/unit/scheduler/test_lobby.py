@@ -27,12 +27,13 @@ def test_it_is_open_for_a_while_after_the_first_look() -> None:
     lobby = Lobby(hold_s=10.0, max_requests=2)
 
     assert [True, True, False] == [lobby.is_open(now) for now in (100.0, 109.9, 110.0)]
+    assert 11.0 == lobby.age_s(111.0)
 
 
-def test_it_is_bounded_and_keeps_the_order() -> None:
+def test_it_is_bounded_and_keeps_the_order_in_which_they_were_asked() -> None:
     """A second Start of a request takes the place of the first, also when it is full."""
     lobby = Lobby(hold_s=10.0, max_requests=2)
-    assert [True, True, False] == [lobby.hold(start(name, n)) for n, name in enumerate("abc")]
+    assert [True, True, False] == [lobby.hold(start(name, n)) for name, n in (("b", 1), ("a", 0), ("c", 2))]
     again = replace(start("a", 0), stream=StreamId(7))
     assert lobby.hold(again)
 

@@ -33,9 +33,8 @@ from tests.support.scheduler_peers import (
     worker_session,
 )
 
-LIMITS = CoreLimits(
-    max_queued_requests=4, max_queued_prompt_tokens=1000, loss=LossLimits(silence_s=5.0), gateway_grace_s=5.0
-)
+LOSS = LossLimits(silence_s=5.0)
+LIMITS = CoreLimits(max_queued_requests=4, max_queued_prompt_tokens=1000, loss=LOSS, gateway_grace_s=5.0)
 EPOCH = Epoch(100)
 
 
@@ -348,6 +347,7 @@ async def test_redis_away_refuses_admission_and_keeps_what_runs(line: Line) -> N
     """503 at once and nothing remembered; the running one goes on; when Redis is back its record is written again."""
     async with serve_stream(line.channel, make_spec()) as running:
         await drive_to(line, running, RequestState.PREFILLING)
+        line.clock.now += LIMITS.store_hold_s  # in its first moments it would wait
         line.store.is_away = True
         async with serve_stream(line.channel, make_spec("r2")) as refused:
             assert "STATE_UNAVAILABLE" == (await refused.expect("outcome")).outcome.error.code
