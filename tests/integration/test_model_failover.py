@@ -35,6 +35,7 @@ LONG = {
 }
 SAMPLED = {"temperature": 0.9, "seed": 7, "repetition_penalty": 1.1}
 STORIES = (STORY, {**STORY, **SAMPLED})
+FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)
 LONG_PROMPTS = (LONG, {**LONG, **SAMPLED})
 
 
@@ -99,7 +100,7 @@ async def num_requeued(cluster: Cluster) -> float:
     return (await cluster.metrics(scheduler)).total("firsttoken_requeues_total", reason="worker_lost")
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)
+@FAULTS
 async def test_the_default_model_goes_on_token_for_token(model: ModelSystem, fault: signal.Signals) -> None:
     """The decode worker that takes over replays what was said, and says the same as ever, counted once."""
     cluster = model.cluster
@@ -116,8 +117,9 @@ async def test_the_default_model_goes_on_token_for_token(model: ModelSystem, fau
     await wait_outcomes(cluster, before, finished=len(records))
 
 
-async def test_a_prompt_of_the_default_model_is_computed_elsewhere(model: ModelSystem) -> None:
-    """Its prefill worker is killed in mid-prompt; a story that decodes meanwhile is not touched."""
+@FAULTS
+async def test_a_prompt_of_the_default_model_is_computed_elsewhere(model: ModelSystem, fault: signal.Signals) -> None:
+    """Its prefill worker is killed in mid-prompt, or stands still until the end; a story that decodes is not touched."""
     cluster = model.cluster
     before, requeued = await outcomes(cluster), await num_requeued(cluster)
     async with asyncio.timeout(ANSWER_WITHIN_S), AsyncExitStack() as stack:
@@ -128,7 +130,7 @@ async def test_a_prompt_of_the_default_model_is_computed_elsewhere(model: ModelS
             await stack.enter_async_context(live_body(cluster, {**body, "cache_salt": salt})) for body in LONG_PROMPTS
         ]
         await wait_for_state(cluster, "prefilling")
-        stack.enter_context(struck((await holders(cluster, "prefill"))[0], signal.SIGKILL))
+        stack.enter_context(struck((await holders(cluster, "prefill"))[0], fault))
         async with asyncio.TaskGroup() as group:
             group.create_task(collect(running, record=story))
             reading = [group.create_task(collect(stream)) for stream in streams]
