@@ -11,13 +11,16 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from shared.domain.refusals import RefusedKind
 from tests.support import leaks
 from tests.support.audited import audited
-from tests.support.cancelling import live, live_uncached, long_decode, wait_for_state
+from tests.support.cancelling import live, live_uncached, long_decode, outcomes, wait_for_state, wait_outcomes
 from tests.support.chat import CHAT_PATH, ChatRecord, ask, collect, stream_chat
 from tests.support.cluster import Cluster, ClusterPlan, Service
 from tests.support.http_client import HttpStream, exchange
 from tests.support.polling import eventually
+from tests.support.processes import frozen
+from tests.support.refusals import refused
 from tests.support.script import Script, counting, padded
 
 ERROR_WITHIN_S = 30.0
@@ -244,16 +247,20 @@ async def test_one_of_two_workers_dies_under_load() -> None:
         await leaks.assert_no_leaks(cluster, baseline)
 
 
-@pytest.fixture
-def stalling_system() -> Generator[Cluster]:
-    """A busy worker whose step takes longer than 2 s is lost."""
-    with ClusterPlan().scripted().setting("step_stall_s", 2).start() as cluster:
+@pytest.fixture(scope="module")
+def strict_system() -> Generator[Cluster]:
+    """A busy worker whose step takes longer than 2 s is lost; one that is stopped fails its hand-overs, and is not lost.
+
+    One failed attempt in a minute is tried again.
+    """
+    plan = ClusterPlan().scripted().setting("step_stall_s", 2).setting("worker_lost_s", 60)
+    with plan.setting("retry_share", 0).setting("retry_floor", 1).start() as cluster:
         yield cluster
 
 
-async def test_a_stalled_engine(stalling_system: Cluster) -> None:
+async def test_a_stalled_engine(strict_system: Cluster) -> None:
     """OPS-02: heartbeats go on but no step ends: readiness says so. The request that does it twice is taken for the cause."""
-    async with audited(stalling_system) as cluster, live(cluster, counting(5, step_ms=6_000)) as stream:
+    async with audited(strict_system) as cluster, live(cluster, counting(5, step_ms=6_000)) as stream:
         async with asyncio.timeout(2 * BACK_WITHIN_S), asyncio.TaskGroup() as group:
             group.create_task(
                 eventually(lambda: readyz(cluster), lambda s: s == 503, within_s=ERROR_WITHIN_S, what="not ready")
@@ -263,3 +270,42 @@ async def test_a_stalled_engine(stalling_system: Cluster) -> None:
         await cluster.wait_ready(within_s=BACK_WITHIN_S)
         script = counting(5)
         assert script.text() == (await stream_chat(cluster.port, script.body())).text
+
+
+async def num_without_budget(cluster: Cluster) -> int:
+    """Attempts that were not tried again, because too many were."""
+    return refused(await cluster.metrics(await the(cluster, "scheduler"))).get(RefusedKind.RETRY_BUDGET, 0)
+
+
+async def test_a_budget_for_retries(strict_system: Cluster) -> None:
+    """Two hand-overs fail: one request is tried again and finishes, the other ends with what its attempt failed of. A lost
+    worker is no such failure: what it takes with it goes on when the budget is spent.
+    """
+    async with audited(strict_system) as cluster:
+        before = await outcomes(cluster)
+        scripts = [counting(20 + number) for number in range(2)]
+        async with AsyncExitStack() as stack:
+            with frozen((await the(cluster, "prefill")).live_pid):
+                streams = [await stack.enter_async_context(live(cluster, script)) for script in scripts]
+                await eventually(
+                    lambda: num_without_budget(cluster),
+                    lambda count: count > 0,
+                    within_s=60.0,
+                    what="the budget is spent",
+                )
+            async with asyncio.timeout(BACK_WITHIN_S), asyncio.TaskGroup() as group:
+                reading = [group.create_task(collect(stream)) for stream in streams]
+        records = [task.result() for task in reading]
+        assert ["", "kv_transfer_failed"] == sorted((record.error or {}).get("code", "") for record in records)
+        for script, record in zip(scripts, records, strict=True):
+            expected = ("", None) if record.error else (script.text(), "stop")
+            assert expected == (record.text, record.finish_reason)
+
+        going_on = counting(100, step_ms=20)
+        async with live(cluster, going_on) as stream:
+            record = await collect(stream, until_deltas=3)
+            os.kill((await the(cluster, "decode")).live_pid, signal.SIGKILL)
+            await collect(stream, record=record)
+        assert (going_on.text(), "stop", None) == (record.text, record.finish_reason, record.error)
+        await wait_outcomes(cluster, before, finished=2, failed=1)
+        assert 1 == await num_without_budget(cluster)
