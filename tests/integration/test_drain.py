@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import leaks, processes
-from tests.support.cancelling import live, live_uncached, wait_for_state
+from tests.support.cancelling import live, live_uncached, long_decode, wait_for_state
 from tests.support.chat import CHAT_PATH, ChatRecord, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan, Service, parse_status
 from tests.support.http_client import exchange, open_request
@@ -249,13 +249,14 @@ async def plain(plain_system: Cluster) -> AsyncGenerator[Cluster]:
 
 
 async def wait_draining(service: Service) -> None:
-    """By its own word; at once, unless the machine is busy."""
+    """By its own word; at once, unless the machine is busy. It is alive, all the same."""
     await eventually(
         lambda: exchange(service.admin_port, "GET", "/readyz"),
         lambda answer: (503, "draining") == (answer.status, answer.json()["reason"]),
         within_s=10.0,
         what=f"{service.id} is not ready",
     )
+    assert 200 == (await exchange(service.admin_port, "GET", "/healthz")).status
 
 
 async def test_ops_01_streams_of_a_stopped_gateway_end_well(plain: Cluster) -> None:
@@ -279,6 +280,38 @@ async def test_ops_01_streams_of_a_stopped_gateway_end_well(plain: Cluster) -> N
     await processes.wait_gone(old.live_pid)
     assert clock.time() - ended_at < 15  # one that waited for its limit would take 22 s more
     await wait_restarted(plain, old, "gateway-0")
+
+
+async def says_that_it_drains(service: Service) -> bool:
+    """False where it has ended before anybody came to ask."""
+    while processes.is_live(service.live_pid):
+        try:
+            ready = await exchange(service.admin_port, "GET", "/readyz")
+            if ready.status == 503:
+                assert "draining" == ready.json()["reason"]
+                return 200 == (await exchange(service.admin_port, "GET", "/healthz")).status
+        except (OSError, EOFError):
+            pass  # it ends
+        await asyncio.sleep(0.02)
+    return False
+
+
+async def test_a_stopped_scheduler_says_so_and_lives_on_for_a_while(plain: Cluster) -> None:
+    """An answer runs, which another scheduler is to adopt: not ready at once, and alive until it has handed over."""
+    script = long_decode()
+    async with live(plain, script) as stream:
+        record = await collect(stream, until_deltas=2)
+        for _ in range(3):  # it takes 2 s at most, in which a busy machine may give us no turn
+            old = await stop(plain, "scheduler-0")
+            has_said_so = await says_that_it_drains(old)
+            await wait_restarted(plain, old, "scheduler-0")
+            if has_said_so:
+                break
+        else:
+            raise AssertionError("three schedulers have ended without a word")
+        await collect(stream, record=record, until_deltas=len(record.deltas) + 20)
+        assert (script.text(len(record.deltas)), None) == (record.text, record.error)
+        stream.cut()
 
 
 async def test_a_stopped_prefill_worker_brings_its_cache_first(plain: Cluster) -> None:
