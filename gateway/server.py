@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import httptools
 import uvicorn
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.answer import CONNECTION_EXTENSION
@@ -61,6 +62,9 @@ class GatewayProtocol(HttpToolsProtocol):
     _request_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0  # read and neither of a body nor of a complete request
     _is_last = False  # no request is taken behind the next answer
+    _running: RequestResponseCycle | None = (
+        None  # uvicorn's `cycle` is the newest, which may wait behind it (pipelining)
+    )
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         sock = cast("socket.socket | None", transport.get_extra_info("socket"))
@@ -72,6 +76,9 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_request_timer()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True  # uvicorn tells only the newest
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -150,6 +157,10 @@ class GatewayProtocol(HttpToolsProtocol):
         headers = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
         version = self.parser.get_http_version().encode()
         return b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, headers)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _start_request_timer(self) -> None:
         self._stop_request_timer()

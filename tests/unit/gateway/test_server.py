@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import struct
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -20,7 +21,7 @@ from gateway.server import (
 from shared.obs.admin import bind
 from shared.process import RealClock
 from tests.support.chat import CHAT_PATH, collect
-from tests.support.gateway_app import RunningGateway, running_gateway
+from tests.support.gateway_app import RunningGateway, running_gateway, the_request, until, until_idle
 from tests.support.http_client import HttpAnswer, HttpStream, open_request
 from tests.support.script import counting
 
@@ -258,3 +259,24 @@ async def test_an_answer_under_way_is_not_closed_with_the_idle_connections() -> 
             await collect(stream, record=record)
             assert await stream.is_at_end()
     assert (script.text(), "stop") == (record.text, record.finish_reason)
+
+
+async def test_who_leaves_with_a_second_request_sent_cancels_the_first() -> None:
+    """uvicorn tells a lost connection only to the newest request on it; the one that is being answered must know."""
+    body = json.dumps(counting(8).body(stream=True)).encode()
+    question = f"POST {CHAT_PATH} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    client = socket.socket()
+    client.setblocking(False)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its close resets
+    async with running_gateway() as running:
+        running.backend.max_tokens_out = 2
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", running.port))
+        await loop.sock_sendall(client, question * 2)
+        request = await the_request(running)
+        await until(request, lambda seen: seen.acked == 2)
+        client.close()
+        running.backend.let_out(3)  # what is written now fails
+        await until(request, lambda seen: seen.cancel_reasons)
+        await until_idle(running)
+    assert ["disconnect"] == running.backend.only.cancel_reasons
