@@ -32,16 +32,19 @@ MAX_ROUNDS = {"client": 3, "deadline": 1, "lost gateway": 1}
 MAX_ROUNDS_IN_FULL = {"client": FULL_SWEEP, "deadline": 10, "lost gateway": 10}
 ENDED_WITHIN_S = 60.0
 MAX_LATE = 10
-MAX_TOGETHER = {("last step", "lost gateway"): 1}  # who joins a step later is a step behind
+MAX_TOGETHER = {
+    ("last step", "lost gateway"): 1,
+    ("last step", "deadline"): 1,
+}  # who joins a step later is a step behind
 DEADLINE_S = 8.0  # as long as a crowd may need to get where it is to be late, on a busy machine
 GATEWAY_GRACE_S = 2.0
 CAUSES = ("client", "deadline", "lost gateway")
-# A deadline cannot be aimed at the step that computes an end token.
-CASES = [(stage, cause) for stage in STAGES for cause in CAUSES if (stage, cause) != ("last step", "deadline")]
+CASES = [(stage, cause) for stage in STAGES for cause in CAUSES]
 # What is late at the other stages is in test_deadlines.
 SHORT_SWEEP = {
     *((stage, "client") for stage in STAGES),
     ("waiting for commit", "deadline"),
+    ("last step", "deadline"),
     ("decoding", "lost gateway"),
 }
 PROMPT_COMPUTED = ("handshake", "copying", "waiting for commit", "decoding", "parked", "last step")
@@ -60,8 +63,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def sweep_system() -> Generator[Cluster]:
-    """Two gateways; workers may be stopped for some seconds without being given up."""
-    plan = ClusterPlan().scripted().gateways(2)
+    """Two gateways; workers may be stopped, or need for a step, some seconds without being given up."""
+    plan = ClusterPlan().scripted().gateways(2).setting("step_stall_s", 20)
     with plan.setting("worker_lost_s", 20).setting("gateway_grace_s", GATEWAY_GRACE_S).start() as cluster:
         yield cluster
 

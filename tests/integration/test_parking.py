@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,16 +100,25 @@ async def open_all(cluster: Cluster, stack: AsyncExitStack, scripts: list[Script
     return [task.result() for task in tasks]
 
 
-async def read_when_given_up(cluster: Cluster, stream: HttpStream) -> ChatRecord:
-    """Reads on once the gateway has ended the request, and not before."""
+def request_of(stream: HttpStream) -> str:
+    """Its id."""
+    return stream.headers["x-firsttoken-request"]
+
+
+async def logged(cluster: Cluster, child_id: str, event: str, request_id: str) -> list[dict[str, Any]]:
+    """What a process has said of a request, by the event's name."""
     folder = cluster.log_folder
     assert folder is not None
-    request_id = stream.headers["x-firsttoken-request"]
+    lines = (await asyncio.to_thread((folder / f"{child_id}.log").read_text)).splitlines()
+    said = [json.loads(line) for line in lines if request_id in line]
+    return [line for line in said if line["event"] == event]
+
+
+async def read_when_given_up(cluster: Cluster, stream: HttpStream) -> ChatRecord:
+    """Reads on once the gateway has ended the request, and not before."""
 
     async def reasons() -> list[str]:
-        lines = (await asyncio.to_thread((folder / "gateway-0.log").read_text)).splitlines()
-        said = [json.loads(line) for line in lines if request_id in line]
-        return [line["cancel_reason"] for line in said if line["event"] == "request"]
+        return [line["cancel_reason"] for line in await logged(cluster, "gateway-0", "request", request_of(stream))]
 
     await eventually(reasons, lambda said: said == ["slow_client"], within_s=60.0 + STALL_TIMEOUT_S, what="given up")
     return await collect(stream)
@@ -138,10 +148,13 @@ async def test_twenty_stand_still_and_five_read(parking: Cluster) -> None:
 
         async with asyncio.TaskGroup() as group:
             late = [group.create_task(read_when_given_up(parking, stream)) for stream in streams[::2]]
-    for task in late:
+    for stream, task in zip(streams[::2], late, strict=True):
         record = task.result()
         assert "slow_client" == (record.error or {})["code"]
-        assert OFFERED.text(len(record.deltas) + OUTBOX_TOKENS).startswith(record.text)
+        num_taken = len(record.text) // len(BIG)  # by its link, which is more than is acknowledged
+        assert OFFERED.text(num_taken) == record.text
+        (ended,) = await logged(parking, "decode-0", "attempt ended", request_of(stream))
+        assert 0 < ended["output_tokens"] - num_taken <= OUTBOX_TOKENS
     await wait_outcomes(parking, before, finished=NUM_NORMAL + len(reading_on), cancelled=len(late))
     (metrics,) = await parking.role_metrics("scheduler")
     # After ten seconds they had given their blocks back: their prompts were computed for a continuation that never came.

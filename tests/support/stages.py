@@ -113,6 +113,10 @@ async def held_at(cluster: Cluster, stage: str, num: int, *, port: int, **parame
                     within_s=HELD_WITHIN_S,
                     what="all are parked",
                 )
+            case _ if "timeout" in parameters:  # it passes while the end token is computed, whenever that has begun
+                await begin(counting(1, step_ms=round(parameters["timeout"] * 1_000) + 1_000))
+                for stream in streams:
+                    await collect(stream, until_deltas=1)
             case _:  # each is to be cancelled by itself when its end token is being computed
                 await begin(counting(2, step_ms=2_000))
         num_others = NUM_FILLERS if stage == "queued" else 0
