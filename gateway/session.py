@@ -155,6 +155,10 @@ class Session:
                 await self._await_outcome()
                 for helper in helpers:
                     await cancel_and_wait(helper)
+        except asyncio.CancelledError:  # the end of a drain
+            if not self.link.is_over.is_set():
+                self._ending.ask_cancel(CancelReason.SHUTDOWN)
+            raise
         except Exception:  # noqa: BLE001 - the top of a session: a bug in one request must not end the others
             _log.exception("session failed", request_id=self._id)
             self._ending.break_off(ServingError(ErrorCode.INTERNAL, "the server failed"))
@@ -173,8 +177,8 @@ class Session:
 
         A resumable one outlives its gateway: its stream ends without an end, and is resumed elsewhere.
         """
-        if self._ending.left.is_set():
-            return
+        if self._ending.left.is_set() or (reason is CancelReason.SHUTDOWN and self._ending.is_answered):
+            return  # what has its end waits for room and for the scheduler's word alone
         if reason is CancelReason.SHUTDOWN and self.log is not None and not self.log.is_behind:
             self._leave()
             self._ending.broken_off.set()

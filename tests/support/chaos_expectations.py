@@ -74,6 +74,14 @@ TABLE: tuple[Row, ...] = (
         Row(kinds=_REPLACED, target="scheduler", code=code, aftermath_s=RETURNS_WITHIN_S, only_before_head=True)
         for code in ("no_capacity", "state_unavailable")
     ),
+    # And says what the last one it met said, when no other comes in that time.
+    Row(
+        kinds=frozenset({FaultKind.TERMINATE}),
+        target="scheduler",
+        code="draining",
+        aftermath_s=RETURNS_WITHIN_S,
+        only_before_head=True,
+    ),
     Row(kinds=_REDIS, target="", code="state_unavailable", aftermath_s=6.0, only_before_head=True),
     # The log of a resumable answer was in a Redis that came back empty, and its gateway, which would have written it
     # again, has lost it, too.

@@ -3,14 +3,15 @@
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from gateway.sessions import Sessions
 from shared.domain.errors import ErrorCode, ServingError
-from tests.support.chat import CHAT_PATH, collect
+from tests.support.chat import CHAT_PATH, collect, stream_chat
 from tests.support.fake_backend import FakeBackend
-from tests.support.gateway_app import running_gateway
+from tests.support.gateway_app import running_gateway, until_idle
 from tests.support.http_client import exchange, open_request
-from tests.support.script import counting
+from tests.support.script import Script, counting
 
 
 async def test_places_are_counted_and_given_back_once() -> None:
@@ -80,3 +81,37 @@ async def test_what_outlives_the_drain_is_cancelled_with_an_error() -> None:
     assert "draining" == (record.error or {})["code"]
     assert ["shutdown"] == backend.only.cancel_reasons
     assert 0 == running.gateway.sessions.num_open
+
+
+async def test_the_end_of_a_drain_cancels_nothing_that_its_client_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler is away and confirms nothing: the answer is finished all the same."""
+    monkeypatch.setattr("gateway.session._OUTCOME_WAIT_S", 0.5)
+    backend = FakeBackend()
+    backend.confirms_outcome = False
+    with capture_logs() as logs:
+        async with running_gateway(backend) as running:
+            record = await stream_chat(running.port, counting(3).body())
+            assert 1 == running.gateway.sessions.num_open
+            await running.gateway.sessions.drain(0.0)
+
+    assert (counting(3).text(), "stop") == (record.text, record.finish_reason)
+    assert [] == backend.only.cancel_reasons
+    assert ["finished"] == [line["outcome"] for line in logs if line["event"] == "request"]
+
+
+async def test_a_client_that_has_not_read_its_end_when_the_gateway_goes_was_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its session is broken off after the last words: the log does not call that finished."""
+    monkeypatch.setattr("gateway.sessions._LAST_WORDS_S", 0.2)
+    backend = FakeBackend()
+    script = Script(pieces=["x" * 100_000], repeat=40)  # more than sockets hold
+    with capture_logs() as logs:
+        async with running_gateway(backend) as running:
+            body = {**script.body(), "stream": True}
+            async with open_request(running.port, "POST", CHAT_PATH, body=body, receive_buffer=4096):
+                await running.gateway.sessions.drain(0.5)
+                running.gateway.sessions.close()
+                await until_idle(running)
+
+    assert ["cancelled"] == [line["outcome"] for line in logs if line["event"] == "request"]
