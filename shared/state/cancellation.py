@@ -73,7 +73,7 @@ class Cancellations:
                     await connection.send_command("SUBSCRIBE", CANCEL_CHANNEL)
                     await connection.read_response()
                 # Subscribed first, then read: a mark set in between comes twice rather than never.
-                async for key in self._client.scan(CANCEL_PATTERN):
+                async for key in self._client.scan(CANCEL_PATTERN, "string"):
                     yield request_id_of(key)
                 backoff.reset()
                 while True:

@@ -48,8 +48,9 @@ _AWAY = (
     TryAgainError,
 )
 # So is one that refuses writes for want of replicas or after a failed snapshot, or is held up by somebody's script:
-# redis-py has no class for these, the reply begins with the word.
-_AWAY_WORDS = frozenset({"NOREPLICAS", "MISCONF", "BUSY"})
+# redis-py has no class for these, the reply begins with the word. And one in which something of others stands under a
+# key of ours (WRONGTYPE): answers that run must not end for that.
+_AWAY_WORDS = frozenset({"NOREPLICAS", "MISCONF", "BUSY", "WRONGTYPE"})
 
 _log = get_logger("state")
 
@@ -119,11 +120,11 @@ class StateClient:
         except NoScriptError:  # a Redis that was restarted, or never saw it
             return await self.call("EVAL", script.text, len(keys), *keys, *args)
 
-    async def scan(self, pattern: str) -> AsyncGenerator[str]:
-        """Every key that was there all the time, perhaps more than once."""
+    async def scan(self, pattern: str, kind: str) -> AsyncGenerator[str]:
+        """Every key of this type ("hash", "string") that was there all the time, perhaps more than once."""
         cursor = "0"
         while True:
-            reply = await self.call("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT)
+            reply = await self.call("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT, "TYPE", kind)
             cursor = reply[0].decode()
             for key in reply[1]:
                 yield key.decode()

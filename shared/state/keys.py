@@ -6,8 +6,8 @@ The braces are Redis Cluster's hash tag: keys that one script touches share it, 
 from shared.domain.ids import RequestId
 
 PREFIX = "firsttoken:1:"
-REQUEST_PATTERN = f"{PREFIX}request:*"
-CANCEL_PATTERN = f"{PREFIX}cancel:*"
+REQUEST_PATTERN = f"{PREFIX}request:{{*}}"
+CANCEL_PATTERN = f"{PREFIX}cancel:{{*}}:*"
 CANCEL_CHANNEL = f"{PREFIX}cancels"
 
 KEY_HASH_FIELD = "key_hash"  # of a record: whose request it is

@@ -58,7 +58,7 @@ class RequestStore:
 
     async def load_live(self) -> list[StoredRequest]:
         """Every record that has not ended, oldest admission first."""
-        keys = {key async for key in self._client.scan(REQUEST_PATTERN)}
+        keys = {key async for key in self._client.scan(REQUEST_PATTERN, "hash")}
         found = [await self.load(request_id_of(key)) for key in keys]
         live = [stored for stored in found if stored is not None and not stored.state.is_terminal]
         return sorted(live, key=lambda stored: (stored.admitted_unix_ms, stored.request_id))

@@ -68,6 +68,7 @@ async def test_watcher_sees_old_marks_then_new_ones(client: StateClient) -> None
     """What was marked before the watch counts as well."""
     marks = Cancellations(client)
     await marks.mark(ONE, KEY, CancelReason.DELETE)
+    await client.call("SET", "firsttoken:1:cancel:without-braces", "delete")  # something of others
     async with aclosing(marks.watch()) as watch, asyncio.timeout(30):
         assert ONE == await anext(watch)
         await marks.mark(TWO, KEY, CancelReason.DELETE)

@@ -151,8 +151,19 @@ async def test_many_live_records_in_order_of_admission(client: StateClient) -> N
         await store.admit(stored)
     await store.finish(FINISHED)
     await client.call("HSET", request_key(RequestId("other-version")), "state", "dreaming")
+    await client.call("SET", request_key(RequestId("no-record")), "something of others")
+    await client.call("HSET", "firsttoken:1:request:without-braces", "state", "queued")
 
     assert list(reversed(live)) == await store.load_live()
+
+
+async def test_what_is_no_record_gives_way_to_one(client: StateClient) -> None:
+    """Something else under a request's key hides no record, and lives no longer than one."""
+    store = RequestStore(client)
+    await client.call("SET", request_key(QUEUED.request_id), "something of others")
+    await store.admit(QUEUED)
+    assert [QUEUED] == await store.load_live()
+    assert LIVE_REQUEST_TTL_MS - 5000 < await ttl_ms(client) <= LIVE_REQUEST_TTL_MS
 
 
 @pytest.mark.parametrize("write", WRITES)

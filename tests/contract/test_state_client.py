@@ -170,6 +170,7 @@ async def test_a_store_without_its_replicas_is_away(client: StateClient) -> None
         "LOADING Redis is loading the dataset in memory",
         "READONLY You can't write against a read only replica.",
         "OOM command not allowed when used memory > 'maxmemory'.",
+        "WRONGTYPE Operation against a key holding the wrong kind of value",
         "NOPERM this user has no permissions to run the 'hmget' command",
     ],
 )
@@ -199,9 +200,10 @@ async def test_eviction_policy_is_checked(client: StateClient) -> None:
 
 
 async def test_scan_finds_every_key(client: StateClient) -> None:
-    """Over several pages, and only what matches."""
+    """Over several pages, and only what matches and is of the type."""
     for n in range(1100):
         await client.call("SET", f"wanted:{n}", 1)
     await client.call("SET", "other", 1)
+    await client.call("HSET", "wanted:other", "field", 1)
 
-    assert {f"wanted:{n}" for n in range(1100)} == {key async for key in client.scan("wanted:*")}
+    assert {f"wanted:{n}" for n in range(1100)} == {key async for key in client.scan("wanted:*", "string")}

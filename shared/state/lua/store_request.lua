@@ -3,7 +3,10 @@
 -- ARGV     epoch, attempt, 1 if the new state is terminal, time to live in ms, then field, value, ...
 -- Returns  "ok"; "newer" if a higher epoch has written; "stale" if a higher attempt has; "ended" if it has ended and this
 --          is not an end.
--- An end on top of an end changes nothing and is "ok": the first one stands.
+-- An end on top of an end changes nothing and is "ok": the first one stands. What is no hash is nobody's record.
+if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then
+  redis.call('DEL', KEYS[1])
+end
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'attempt', 'state')
 if stored[1] then
   if tonumber(stored[1]) > tonumber(ARGV[1]) then
