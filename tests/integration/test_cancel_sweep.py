@@ -11,7 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import AsyncExitStack
-from itertools import cycle
+from itertools import cycle, islice
 
 import pytest
 
@@ -86,11 +86,11 @@ def ports(cluster: Cluster) -> tuple[int, int]:
     return cluster.port, cluster.port + 1
 
 
-async def end_by(cluster: Cluster, cause: str, held: Held, *, after_deltas: int) -> None:
-    """Returns when the scheduler knows of every end; whoever was stopped goes on then."""
+async def end_by(cluster: Cluster, cause: str, held: Held, *, num_before: int, after_deltas: int) -> None:
+    """Returns when the scheduler knows of every end; whoever was stopped goes on then. `num_before` have ended before."""
     match cause:
         case "client":
-            await leave(cluster, held.streams, after_deltas=after_deltas)
+            await leave(cluster, held.streams, num_before=num_before, after_deltas=after_deltas)
         case "lost gateway":
             for stream in held.streams:
                 await collect(stream, until_deltas=after_deltas)
@@ -107,8 +107,8 @@ async def end_by(cluster: Cluster, cause: str, held: Held, *, after_deltas: int)
     held.thaw()
 
 
-async def leave(cluster: Cluster, streams: Sequence[HttpStream], *, after_deltas: int) -> None:
-    """A fourth of the clients each way."""
+async def leave(cluster: Cluster, streams: Sequence[HttpStream], *, num_before: int, after_deltas: int) -> None:
+    """A fourth of the clients each way, also where each is a crowd by itself."""
 
     async def leave_by(stream: HttpStream, way: Callable[[HttpStream], Awaitable[None]]) -> None:
         await collect(stream, until_deltas=after_deltas)
@@ -126,7 +126,7 @@ async def leave(cluster: Cluster, streams: Sequence[HttpStream], *, after_deltas
         return delete
 
     here, there = ports(cluster)
-    ways = cycle((delete_at(there), reset, HttpStream.close, delete_at(here)))
+    ways = islice(cycle((delete_at(there), reset, HttpStream.close, delete_at(here))), num_before, None)
     async with asyncio.TaskGroup() as group:
         for stream in streams:
             group.create_task(leave_by(stream, next(ways)))
@@ -162,7 +162,8 @@ async def test_a_crowd_at_one_stage(swept: Cluster, stage: str, cause: str, swee
     num_rounds = num_prompt_tokens = 0
     while num_left:
         async with held_at(swept, stage, min(num_left, size), port=port, **late) as held:
-            await end_by(swept, cause, held, after_deltas=2 if stage == "last step" else 0)
+            after_deltas = 2 if stage == "last step" else 0
+            await end_by(swept, cause, held, num_before=num - num_left, after_deltas=after_deltas)
         num_prompt_tokens += held.num_prompt_tokens
         num_left, num_rounds = num_left - len(held.streams), num_rounds + 1
         await eventually(swept.status, lambda s: not s.live_requests, within_s=ENDED_WITHIN_S, what="all have ended")
