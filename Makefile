@@ -149,7 +149,8 @@ bench-life: setup  ## What faults cost readers: stalled neighbours, killed and s
 
 sweep: setup  ## Cancels: a hundred leave at each stage of a request's life, some more end there by deadlines and lost gateways; five hundred at random moments; workers restarted twenty times
 	@$(PYTEST) tests/integration/test_cancel_sweep.py tests/integration/test_cancel.py \
-		tests/integration/test_worker_loss.py::test_workers_restarted_again_and_again --sweep 100
+		tests/integration/test_worker_loss.py::test_workers_restarted_again_and_again \
+		tests/integration/test_worker_loss.py::test_a_worker_is_killed_at_each_stage_of_a_handover --sweep 100
 
 clean:  ## Remove what set-up and tests left in this folder
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from shared.domain.refusals import RefusedKind
+from shared.obs.metrics import REQUEUES_TOTAL
 from tests.support import leaks
 from tests.support.audited import audited
 from tests.support.cancelling import live, live_uncached, long_decode, outcomes, wait_for_state, wait_outcomes
@@ -22,10 +23,14 @@ from tests.support.polling import eventually
 from tests.support.processes import frozen
 from tests.support.refusals import refused
 from tests.support.script import Script, counting, padded
+from tests.support.stages import held_at
 
 ERROR_WITHIN_S = 30.0
 BACK_WITHIN_S = 120.0
 PREFILLING = padded(["x"], num_prompt_tokens=1_000, prefill_ms=40_000)
+# Where no other test here kills them: those do in mid-prompt and in mid-answer.
+LOST_AT = (("waiting for prefill", "prefill"), ("waiting for commit", "prefill"))
+LOST_AT_IN_FULL = (*LOST_AT, ("last step", "decode"), ("copying", "prefill"), ("waiting for commit", "decode"))
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -128,6 +133,47 @@ async def test_a_whole_answer_whose_worker_dies(fragile: Cluster) -> None:
     assert 200 == answer.status, answer.body[:200]
     assert script.text() == answer.json()["choices"][0]["message"]["content"]
     await wait_served_again(fragile, "decode", old)
+
+
+@pytest.fixture(scope="module")
+def patient_system() -> Generator[Cluster]:
+    """Its workers may be stopped for some seconds without being given up: one is lost when its next start says hello."""
+    with ClusterPlan().scripted().setting("worker_lost_s", 20).setting("step_stall_s", 20).start() as cluster:
+        yield cluster
+
+
+async def num_requeued(cluster: Cluster) -> float:
+    """Attempts that were closed for a lost worker."""
+    return (await cluster.metrics(await the(cluster, "scheduler"))).total(REQUEUES_TOTAL, reason="worker_lost")
+
+
+async def test_a_worker_is_killed_at_each_stage_of_a_handover(patient_system: Cluster, sweep: int) -> None:
+    """PDX-04: prefill before it starts, and when it is done but decode, which stands still and wakes to what is over, has
+    not taken all of it; `make sweep`: in mid-copy; decode before the commit, and when only the end is missing. The
+    request is tried once more, each token is there once, and is counted once.
+    """
+    async with audited(patient_system) as cluster:
+        for stage, role in LOST_AT_IN_FULL if sweep >= 100 else LOST_AT:
+            await cluster.wait_ready(within_s=BACK_WITHIN_S)
+            before, requeued = await outcomes(cluster), await num_requeued(cluster)
+            usage = {"stream_options": {"include_usage": True}}
+            async with asyncio.timeout(BACK_WITHIN_S), held_at(cluster, stage, 1, port=cluster.port, **usage) as held:
+                (stream,), script = held.streams, held.script
+                record = await collect(stream, until_deltas=2 if stage == "last step" else 0)
+                os.kill((await the(cluster, role)).live_pid, signal.SIGKILL)
+                await eventually(
+                    lambda: num_requeued(cluster),
+                    lambda now, requeued=requeued: now == requeued + 1,
+                    within_s=BACK_WITHIN_S,
+                    what=f"{stage}: {role} is lost",
+                )
+                held.thaw()
+                await collect(stream, record=record)
+            counts = [(record.usage or {})[name] for name in ("prompt_tokens", "completion_tokens")]
+            assert (script.text(), "stop", None) == (record.text, record.finish_reason, record.error), (stage, role)
+            assert [script.num_prompt_tokens, script.num_pieces + 1] == counts, (stage, role)
+            await wait_outcomes(cluster, before, finished=1)
+            assert requeued + 1 == await num_requeued(cluster), (stage, role)
 
 
 @pytest.mark.timeout(1_800)  # for a sweep

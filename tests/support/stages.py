@@ -42,6 +42,8 @@ class Held:
     """A crowd. `thaw` lets the worker go on that was stopped for it, if one was."""
 
     streams: Sequence[HttpStream]
+    script: Script
+    """That each of them has asked for."""
     thaw: Callable[[], None]
     num_prompt_tokens: int
     """Of all of them together."""
@@ -62,13 +64,12 @@ async def held_at(cluster: Cluster, stage: str, num: int, *, port: int, **parame
         decode, prefill = (status.one(role).live_pid for role in ("decode", "prefill"))
         thaw: Callable[[], None] = lambda: None  # noqa: E731 - most stages stop nobody
         streams: list[HttpStream] = []
-        num_prompt_tokens = 0
+        asked: list[Script] = []
 
         async def begin(script: Script, *, is_read: bool = True) -> None:
             """All of them, with nothing of their prompts in any cache."""
-            nonlocal num_prompt_tokens
             for _ in range(num):
-                num_prompt_tokens += script.num_prompt_tokens
+                asked.append(script)
                 body = {**script.body(cache_salt=uuid.uuid4().hex), **parameters}
                 opening = live_body(cluster, body, port=port, receive_buffer=None if is_read else 8_192)
                 streams.append(await stack.enter_async_context(opening))
@@ -120,7 +121,13 @@ async def held_at(cluster: Cluster, stage: str, num: int, *, port: int, **parame
             case _:  # each is to be cancelled by itself when its end token is being computed
                 await begin(counting(2, step_ms=2_000))
         num_others = NUM_FILLERS if stage == "queued" else 0
-        yield Held(streams=streams, thaw=thaw, num_prompt_tokens=num_prompt_tokens, num_others=num_others)
+        yield Held(
+            streams=streams,
+            script=asked[0],
+            thaw=thaw,
+            num_prompt_tokens=sum(script.num_prompt_tokens for script in asked),
+            num_others=num_others,
+        )
 
 
 async def _strangers(cluster: Cluster, decode: int) -> int:
