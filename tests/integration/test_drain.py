@@ -18,6 +18,7 @@ from tests.support.http_client import exchange, open_request
 from tests.support.polling import eventually
 from tests.support.ports import ADMIN_OFFSET
 from tests.support.redis_server import own_redis
+from tests.support.resuming import ask_resumable, read_on, resume
 from tests.support.script import Script, counting, padded
 from tests.support.standby import STOP_WITHIN_S, standby, wait_standby
 
@@ -206,6 +207,28 @@ async def test_a_long_prompt_begins_anew_at_another_prefill_worker(doubled: Clus
         record = await collect(stream)
     assert (script.text(), "stop", None) == (record.text, record.finish_reason, record.error)
     await wait_restarted(doubled, old, busy.id)
+
+
+async def test_what_outlasts_the_drain_of_its_gateway(doubled: Cluster) -> None:
+    """A resumable answer is handed over: its client is cut off without a word, and reads on at the other gateway. A plain
+    one is told and cancelled. Both have been served until then.
+    """
+    script = long_decode()
+    async with ask_resumable(doubled.port, script) as (stream, read), live(doubled, script) as plain:
+        await read_on(stream, read, max_events=3)
+        record = await collect(plain, until_deltas=2)
+        old = await stop(doubled, "gateway-0")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(read_on(stream, read))
+            group.create_task(collect(plain, record=record))
+    assert (False, "draining") == (read.is_over, (record.error or {})["code"])
+    assert (True, True) == (read.num_events > 3, len(record.deltas) > 2)
+    async with resume(doubled.port + 1, read) as resumed:
+        await read_on(resumed, read, max_events=30)
+        assert (script.text(read.last_id), None) == (read.text, read.error)
+        assert 200 == (await exchange(doubled.port + 1, "DELETE", f"/v1/streams/{read.request_id}")).status
+    assert script.text(len(record.deltas)) == record.text
+    await wait_restarted(doubled, old, "gateway-0")
 
 
 async def is_refused(port: int) -> bool:
