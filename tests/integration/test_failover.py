@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from shared.obs.metrics import WASTED_TOKENS_TOTAL
 from tests.support import leaks
 from tests.support.audited import BACK_WITHIN_S, audited
 from tests.support.cancelling import (
@@ -65,9 +66,16 @@ async def num_requeued(cluster: Cluster, reason: str) -> int:
     return int((await cluster.metrics(scheduler)).total("firsttoken_requeues_total", reason=reason))
 
 
+async def num_replayed(cluster: Cluster) -> int:
+    """Tokens that were fed again, which counts as work in vain."""
+    scheduler = (await cluster.status()).one("scheduler")
+    return int((await cluster.metrics(scheduler)).total(WASTED_TOKENS_TOTAL, cause="requeued", stage="replay"))
+
+
 async def test_a_decode_worker_dies_in_mid_answer(pairs: Cluster) -> None:
     """Of several streams, on both workers: all go on, token for token, with one outcome each."""
     before, requeued = await outcomes(pairs), await num_requeued(pairs, "worker_lost")
+    replayed = await num_replayed(pairs)
     scripts = [counting(150 + number, step_ms=20) for number in range(8)]
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(live(pairs, script, **USAGE)) for script in scripts]
@@ -80,6 +88,9 @@ async def test_a_decode_worker_dies_in_mid_answer(pairs: Cluster) -> None:
         check(script, record)
     await wait_outcomes(pairs, before, finished=len(scripts))
     assert requeued < await num_requeued(pairs, "worker_lost")
+    await eventually(
+        lambda: num_replayed(pairs), lambda now: now >= replayed + 2, within_s=60.0, what="the replay is counted"
+    )
 
 
 async def test_a_prefill_worker_dies_in_mid_prompt(pairs: Cluster) -> None:

@@ -140,7 +140,9 @@ async def test_a_stop_string_across_a_cut(pair: Cluster) -> None:
 
 
 async def test_a_gateway_dies_in_mid_answer(pair: Cluster) -> None:
-    """kill -9: its resumable streams go on at the other one, token for token; its plain one is cancelled."""
+    """kill -9: its resumable streams go on at the other one, token for token; its plain one is cancelled, and so is, after
+    the grace, a resumable one that nobody reads on.
+    """
     before = await outcomes(pair)
     here, there = ports(pair)
     scripts = [counting(150 + number, step_ms=20) for number in range(4)]
@@ -150,6 +152,8 @@ async def test_a_gateway_dies_in_mid_answer(pair: Cluster) -> None:
             await read_on(stream, read, max_events=4)
         plain = await stack.enter_async_context(live(pair, counting(2_000, step_ms=20)))
         await collect(plain, until_deltas=2)
+        unread, forgotten = await stack.enter_async_context(ask_resumable(here, counting(2_000, step_ms=20)))
+        await read_on(unread, forgotten, max_events=4)
         os.kill(await gateway_pid(here), signal.SIGKILL)
         for stream, read in streams:
             await read_on(stream, read)
@@ -160,12 +164,15 @@ async def test_a_gateway_dies_in_mid_answer(pair: Cluster) -> None:
     await eventually(
         lambda: outcomes(there_only(pair)),
         lambda now: (
-            (len(scripts), 1)
+            (len(scripts), 2)
             == (now["finished"] - before.get("finished", 0), now.get("cancelled", 0) - before.get("cancelled", 0))
         ),
         within_s=60.0,
-        what="the resumed ones finished, the plain one cancelled",
+        what="the resumed ones finished, the others cancelled",
     )
+    async with resume(there, forgotten) as late:
+        await read_on(late, forgotten)
+    assert "cancelled" == forgotten.error
 
 
 def there_only(pair: Cluster) -> Cluster:
