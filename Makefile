@@ -54,6 +54,7 @@ run: setup  ## The whole system on this machine (Ctrl-C drains); RUN_ARGS="--pre
 test: setup test-packages  ## Set-up and all tests: what continuous integration runs
 	@$(MAKE) check
 	@$(MAKE) integration
+	@$(MAKE) chaos
 	@$(MAKE) gpu
 
 # Without it, or without the right to install it, the tests that need it skip and say so.
