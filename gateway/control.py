@@ -67,7 +67,7 @@ class ControlLine:
 
     @property
     def is_known(self) -> bool:
-        """May the scheduler have the request? False until a Start has left."""
+        """May the scheduler have the request? False until a Start begins to leave."""
         return self._is_known
 
     async def max_request_tokens(self, ask: Callable[[], Awaitable[int]]) -> int:
@@ -129,11 +129,10 @@ class ControlLine:
                     timeout_ms=timeout_to_wire(self._deadline, self._clock.monotonic()),
                 )
                 async with contextlib.AsyncExitStack() as stack:
-                    stream = await self._scheduler.serve(start)
+                    stream = await self._dial(start)
                     stack.callback(stream.close)
                     # No await between these two lines: `ask_cancel` has either seen the stream or left its reason.
                     self._stream, reason = stream, self._cancel_reason
-                    self._is_known = True
                     if self._last_closed() != start.last_attempt_closed:
                         raise LinkBroken("outdated")  # closed while it was dialled
                     if reason is not None:
@@ -161,6 +160,19 @@ class ControlLine:
             self._stream = None
             if has_heard:
                 self._give_up_at = self._clock.monotonic() + GRACE_S
+
+    async def _dial(self, start: Start) -> ControlStream:
+        """Known from the moment in which the Start begins to leave: who ends in it still has to cancel."""
+        was_known = self._is_known
+
+        def set_known() -> None:
+            self._is_known = True
+
+        try:
+            return await self._scheduler.serve(start, on_leaving=set_known)
+        except (LinkBroken, ServingError):
+            self._is_known = was_known
+            raise
 
     async def _pause(self, backoff: Backoff, broken: LinkBroken) -> None:
         """Waits for the next try. Raises what the client is to be told where there is none."""

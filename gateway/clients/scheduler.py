@@ -227,8 +227,11 @@ class SchedulerClient:
                 with contextlib.suppress(ServingError):  # nobody knows: that is no reason to leave this one
                     await self._move_to(await self._locate())
 
-    async def serve(self, start: Start) -> ControlStream:
-        """A control stream whose Start is on its way. The caller closes it. Raises ServingError or LinkBroken."""
+    async def serve(self, start: Start, *, on_leaving: Callable[[], None] = lambda: None) -> ControlStream:
+        """A control stream whose Start is on its way. The caller closes it. Raises ServingError or LinkBroken.
+
+        `on_leaving` is called when it begins to leave: the scheduler may have it before this returns.
+        """
         stub = await self._stub()
         timeout_s = start.timeout_ms / 1000 + _DEADLINE_SLACK_S if start.timeout_ms else None
         stream = ControlStream(stub.Serve(timeout=timeout_s), self._accept_epoch)
@@ -245,6 +248,7 @@ class SchedulerClient:
                 scheduler_epoch=self._epoch,
             )
         )
+        on_leaving()
         try:
             await stream.start(message)
         except BaseException:

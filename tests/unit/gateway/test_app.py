@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 from starlette.middleware.base import BaseHTTPMiddleware
 
+from gateway.clients.scheduler import ControlStream
+from gateway.control import ControlLine
+from shared.domain.request import CancelReason
+from shared.wire import scheduler_pb2
 from tests.support.chat import CHAT_PATH
 from tests.support.fake_backend import FakeBackend
 from tests.support.gateway_app import running_gateway, the_request, until, until_idle
@@ -85,6 +89,34 @@ async def test_a_disconnect_reaches_the_scheduler(kind: str) -> None:
         await until(request, lambda request: request.num_sent == 2)
         asking.cancel()
         await until(request, lambda request: request.cancel_reasons)
+        await until_idle(running)
+
+    assert ["disconnect"] == request.cancel_reasons
+
+
+async def test_a_client_that_leaves_while_its_start_leaves_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler has the request already: without a word it would compute until a gateway's grace is over."""
+    start, ask_cancel = ControlStream.start, ControlLine.ask_cancel
+    is_asked, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow_start(self: ControlStream, message: scheduler_pb2.ServeUp) -> None:
+        await start(self, message)
+        await may_go_on.wait()
+
+    async def noted_ask_cancel(self: ControlLine, reason: CancelReason) -> None:
+        is_asked.set()
+        await ask_cancel(self, reason)
+
+    monkeypatch.setattr(ControlStream, "start", slow_start)
+    monkeypatch.setattr(ControlLine, "ask_cancel", noted_ask_cancel)
+    async with running_gateway() as running, asyncio.TaskGroup() as group:
+        asking = group.create_task(exchange(running.port, "POST", CHAT_PATH, body=counting(3).body(stream=True)))
+        request = await the_request(running)
+        asking.cancel()
+        async with asyncio.timeout(30):
+            await is_asked.wait()
+        may_go_on.set()
+        await until(request, lambda seen: seen.cancel_reasons)
         await until_idle(running)
 
     assert ["disconnect"] == request.cancel_reasons

@@ -90,9 +90,10 @@ class FakeScheduler:
         """Counted."""
         self.num_looks += 1
 
-    async def serve(self, start: Start) -> ControlStream:
+    async def serve(self, start: Start, *, on_leaving: Callable[[], None]) -> ControlStream:
         """The last entry is repeated."""
         self.starts.append(start)
+        on_leaving()
         dial = self._dials.pop(0) if len(self._dials) > 1 else self._dials[0]
         if isinstance(dial, Exception):
             raise dial

@@ -353,7 +353,7 @@ class ByHand:
         self.tokens: Channel[TokenEvent] = Channel(8)
         self.num_taken = 0
 
-    async def serve(self, _: object) -> "ByHand":
+    async def serve(self, _: object, **_callbacks: object) -> "ByHand":
         """The control stream."""
         return self
 
