@@ -165,12 +165,21 @@ async def test_a_killed_scheduler_is_not_felt(system: Cluster) -> None:
 
 
 async def test_clients_leave_while_there_is_no_scheduler(system: Cluster) -> None:
-    """One that runs, one in prefill and one that waits: each is cancelled by the next one, and everything is given back."""
-    leaving = (0, 3, 10)
-    async with asyncio.TaskGroup() as readers, crowd(system, readers, leaving) as asked:
+    """One that runs, one in prefill and one that waits: each is cancelled by the next one, and everything is given back.
+
+    So is one that is deleted meanwhile.
+    """
+    leaving, deleted = (0, 3, 10), 1
+    async with asyncio.TaskGroup() as readers, crowd(system, readers, (*leaving, deleted)) as asked:
         os.kill((await scheduler_of(system)).live_pid, signal.SIGKILL)
         for number in leaving:
             asked[number].stream.cut()
+        answer = await system.delete(asked[deleted].record.request_id)
+        assert answer.status in (200, 202), answer.body  # 200 where the next one is there already
+        async with asyncio.timeout(BACK_WITHIN_S):
+            record = await collect(asked[deleted].stream)
+        assert "cancelled" == (record.error or {})["code"]
+        assert asked[deleted].script.text(len(record.deltas)) == record.text
 
 
 async def test_scheduler_and_workers_die_together(system: Cluster) -> None:
