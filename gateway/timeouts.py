@@ -35,7 +35,7 @@ def header_timeout_s(headers: Mapping[str, str]) -> float | None:
     if text is None:
         return None
     try:
-        timeout_s = float(text)
+        timeout_s = math.nan if "_" in text else float(text)  # Python reads 1_000, nobody else does
     except ValueError:
         timeout_s = math.nan
     if not 0 < timeout_s < math.inf:

@@ -94,7 +94,7 @@ async def test_an_answer_in_time_is_not_touched() -> None:
     assert [] == request.cancel_reasons
 
 
-@pytest.mark.parametrize("text", ["0", "soon"])
+@pytest.mark.parametrize("text", ["0", "soon", "1_000"])
 async def test_a_header_that_is_no_time_is_a_400(text: str) -> None:
     """Before anything is asked of anyone."""
     backend = FakeBackend()
