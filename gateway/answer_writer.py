@@ -62,6 +62,13 @@ class AnswerWriter:
         """A whole answer's tokens are taken when they are in its body."""
         return self.taken_index == self._queued_index
 
+    @property
+    def has_end_token(self) -> bool:
+        """Whether decode made nothing behind the last token here, though nobody may have said so."""
+        intake = self._intake
+        eos_ids = () if intake.ignore_eos else intake.eos_ids
+        return bool(self.ids) and intake.sampling.is_end(self.ids[-1], index=self.num_tokens, eos_ids=eos_ids)
+
     def is_whole(self, reason: FinishReason | None) -> bool:
         """Whether an answer without a stop string that ended so can have ended with the last token here."""
         if reason is FinishReason.LENGTH:

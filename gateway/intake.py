@@ -57,6 +57,8 @@ class Intake:
     """Which answer of several; None where there is one."""
     children: tuple["Intake", ...] = ()
     """Where several answers are wanted: the question of each, the same but for seed and text."""
+    eos_ids: frozenset[TokenId] = frozenset()
+    """Of the model, also where they are ignored."""
 
     @property
     def has_logprobs(self) -> bool:
@@ -143,6 +145,7 @@ class IntakeReader:
             stop=tuple(body.stop),
             is_resumable=bool(body.resumable),
             timeout_s=body.timeout,
+            eos_ids=self._tokenizer.eos_ids,
         )
         if body.num_choices == 1:
             return intake
@@ -173,6 +176,7 @@ class IntakeReader:
             window=self._tokenizer.window,
             stop=tuple(stop),
             is_resumable=True,
+            eos_ids=self._tokenizer.eos_ids,
         )
 
     def _text(self, prompt_ids: tuple[TokenId, ...], stop: Sequence[str], sampling: SamplingParams) -> AnswerText:

@@ -358,11 +358,12 @@ class Session:
     async def _answer_question(self) -> None:
         question, self._attempts.question = self._attempts.question, None
         if question is not None:
+            is_stopped = self._is_stop_complete or self._writer.has_end_token
             delivered = Delivered(
                 attempt=question.attempt,
                 ids=tuple(self._writer.ids),
                 cached_tokens=self._writer.cached_tokens,
-                complete=FinishReason.STOP if self._is_stop_complete else self._finish_reason,
+                complete=FinishReason.STOP if is_stopped else self._finish_reason,
             )
             await self._control.tell_delivered(delivered)
 

@@ -1,8 +1,8 @@
 """What is refused or dropped and counted: late, doubled, foreign or damaged input, and what an older start still says.
 
 Each kind is a label of `firsttoken_refused_total`; none of what is counted here changes a row, or is in an answer. A
-request that the scheduler does not admit is counted there too, by its `ErrorCode`. Who says again by design what was not
-answered (commands, events, a Start) is answered again, and is not refused.
+request that the scheduler does not admit is counted there too, by its `ErrorCode`. Who says again by design what was
+not answered (commands, events, a Start) is answered again, and is not refused.
 """
 
 from enum import StrEnum

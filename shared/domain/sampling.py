@@ -1,6 +1,7 @@
 """How the next token is chosen; valid by construction."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shared.domain.ids import TokenId
@@ -69,6 +70,12 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether the tokens so far change the logits."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def is_end(self, token_id: TokenId, *, index: int, eos_ids: Collection[TokenId]) -> bool:
+        """Whether output token `index` ends an answer: EOS (name none where it is ignored) or one of its own stop
+        tokens; up to token `min_tokens` none of them does.
+        """
+        return index > self.min_tokens and (token_id in eos_ids or token_id in self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,8 +128,7 @@ def finish_reason(
 
     End tokens are EOS, unless it is ignored, and the request's own; up to token `min_tokens` none of them ends it.
     """
-    is_end = (token_id in eos_ids and not spec.ignore_eos) or token_id in spec.sampling.stop_token_ids
-    if is_end and index > spec.sampling.min_tokens:
+    if spec.sampling.is_end(token_id, index=index, eos_ids=() if spec.ignore_eos else eos_ids):
         return FinishReason.STOP
     if index >= spec.max_tokens:
         return FinishReason.LENGTH

@@ -40,6 +40,7 @@ class Row:
     only_by_proxy: bool = False
     """Of those who are asked through that link."""
     only_resumable: bool = False
+    only_resumed: bool = False
 
 
 _REDIS = frozenset({FaultKind.REDIS_KILL, FaultKind.REDIS_FREEZE, FaultKind.REDIS_LATE})
@@ -95,6 +96,11 @@ TABLE: tuple[Row, ...] = (
         )
         for code in ("request_not_found", "not_found")
     ),
+    # Another gateway took over a log that its own could not write: what had been acknowledged meanwhile is gone.
+    *(
+        Row(kinds=kinds, target=target, code="internal_error", aftermath_s=6.0, only_resumed=True)
+        for kinds, target in ((_REDIS, ""), (_REDIS_LINK, "gateway"))
+    ),
     # Its own gateway is cut off from Redis since before it was asked: no other one can know it.
     *(
         Row(kinds=_REDIS_LINK, target="gateway", code=code, aftermath_s=6.0, only_resumable=True)
@@ -145,6 +151,7 @@ def is_explained(seen: Seen, question: Question, faults: Iterable[Fault]) -> boo
         and not (row.only_before_head and seen.has_begun)
         and not (row.only_by_proxy and not question.by_proxy)
         and not (row.only_resumable and not question.is_resumable)
+        and not (row.only_resumed and not seen.num_resumed)
     )
 
 
@@ -171,15 +178,17 @@ def may_be_unknown(seen: Seen, faults: Iterable[Fault]) -> bool:
 def may_end_twice(seen: Seen, faults: Iterable[Fault]) -> bool:
     """An outcome that Redis did not take is in the scheduler's memory alone: if that dies, too, the next one does not know it.
 
-    The client has had its answer by then.
+    The client has had its answer by then. It is told first: who dies in that moment has not written it either.
     """
     near = [
         fault
         for fault in faults
         if seen.asked_s <= fault.ends_s + SLACK_S and fault.at_s <= seen.ended_s + LOST_AFTER_S
     ]
+    schedulers = [fault for fault in near if fault.target.startswith("scheduler")]
     is_unwritten = any(fault.kind in _REDIS | _REDIS_LINK for fault in near)
-    return is_unwritten and any(fault.target.startswith("scheduler") for fault in near)
+    is_in_between = any(fault.kind in _KILL and abs(fault.at_s - seen.ended_s) <= SLACK_S for fault in schedulers)
+    return bool(schedulers) and (is_unwritten or is_in_between)
 
 
 def _during(seen: Seen, faults: Iterable[Fault]) -> list[Fault]:

@@ -87,6 +87,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
         self.cancelled_ids: list[str] = []
         self.num_token_calls = 0
         self.keeps_open = False  # no outcome when everything was acknowledged
+        self.tells_end = True  # else the worker is lost between its last token and the word that it was the last
         self.cut_control_on_delivered = False  # breaks the control stream once, as if Delivered had been lost
         self.cut_streams_after: int | None = None  # breaks the token stream once, after so many tokens
         self.address = ""
@@ -285,7 +286,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                     for index, token_id in enumerate(ids, start=first)
                 )
             request.num_sent += len(ids)
-            if request.num_sent == len(tokens):
+            if request.num_sent == len(tokens) and self.tells_end:
                 sequence.end.CopyFrom(decode_pb2.End(index=len(tokens), reason=self._reason(request)))
             async with writing:
                 await context.write(decode_pb2.TokensDown(batch=decode_pb2.TokenBatch(sequences=[sequence])))

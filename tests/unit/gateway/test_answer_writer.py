@@ -3,6 +3,7 @@
 import asyncio
 import json
 from itertools import islice
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,11 @@ READER = IntakeReader(ChatTokenizer.scripted(), "m")
 SCRIPT = Script(pieces=["a", b"\xc3", b"\xa4", "#", "b", "", b"\xe2\x82"])
 
 
-def make(*, from_index: int = 0, is_resumable: bool = True, form: str = "stream") -> tuple[AnswerWriter, ClientLink]:
+def make(
+    *, from_index: int = 0, is_resumable: bool = True, form: str = "stream", **fields: Any
+) -> tuple[AnswerWriter, ClientLink]:
     """A writer of an answer to SCRIPT, and where its frames go."""
-    body = SCRIPT.body(stop=["##"], resumable=is_resumable)
+    body = SCRIPT.body(stop=["##"], resumable=is_resumable, **fields)
     if form == "stream":
         body["stream"] = True
     intake = READER.read_completion(json.dumps(body).encode())
@@ -185,6 +188,20 @@ def test_what_an_end_by_the_scheduler_must_fit() -> None:
     writer.feed([*output_ids()[1:], SCRIPTED_EOS_ID], ())
     assert writer.is_whole(FinishReason.LENGTH)
     assert writer.is_whole(FinishReason.STOP)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, True), ({"ignore_eos": True}, False), ({"min_tokens": 8}, False), ({"min_tokens": 7}, True)],
+)
+def test_whether_the_last_token_ends_it(fields: dict[str, Any], expected: bool) -> None:
+    """Its seven tokens have an end token behind them, which may be ignored, or come too early."""
+    writer, _ = make(**fields)
+    assert not writer.has_end_token
+    writer.feed(output_ids(), ())
+    assert not writer.has_end_token
+    writer.feed([SCRIPTED_EOS_ID], ())
+    assert expected == writer.has_end_token
 
 
 async def test_an_error_comes_behind_all_text() -> None:

@@ -115,6 +115,24 @@ async def test_an_answer_that_is_complete_is_not_asked_for_again() -> None:
     assert (True, STOP, len(request.tokens)) == (told.complete, told.finish_reason, len(told.ids))
 
 
+async def test_an_answer_whose_end_token_is_here_has_stopped_though_nobody_said_so() -> None:
+    """Its worker was lost before the word of its end, and it has as many tokens as were asked for: it was not cut."""
+    script = counting(20)
+    backend = FakeBackend()
+    backend.keeps_open, backend.tells_end = True, False
+    async with running_gateway(backend) as running, asyncio.TaskGroup() as group:
+        asking = group.create_task(stream_chat(running.port, script.body(max_tokens=21)))
+        request = await the_request(running)
+        await until(request, lambda seen: seen.acked == len(seen.tokens) == 21)
+        await backend.requeue()
+        record = await asking
+        await until_idle(running)
+
+    assert (script.text(), "stop") == (record.text, record.finish_reason)
+    (told,) = request.deliveries
+    assert (True, STOP, 21) == (told.complete, told.finish_reason, len(told.ids))
+
+
 async def test_delivered_is_said_again_when_its_stream_broke() -> None:
     """The scheduler asks again on the next stream; the answer goes on once."""
     script = counting(20)
