@@ -211,7 +211,7 @@ class SchedulerCore:
         self._lives.admit(admitted, waiter, event, now)
 
     def _may_wait_for_store(self, now: float) -> bool:
-        """Whom an earlier scheduler had in its queue comes as a new one: he is not to suffer from what passes by itself."""
+        """Whom an earlier scheduler had in its queue comes as a new one: he need not suffer from what passes soon."""
         return self.lobby.age_s(now) < self._limits.store_hold_s
 
     def _open_lobby(self, now: float) -> None:
