@@ -49,6 +49,9 @@ TOLD_STATES: Mapping[str, frozenset[RequestState]] = {
 """What the scheduler's words to a gateway say of the request's state; an Outcome names its own."""
 
 
+UNHELD_STATES = frozenset({RequestState.QUEUED, RequestState.PLACING})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """One line of a log that says something of a request."""
@@ -177,6 +180,8 @@ def _reported(places: set[Place], observed: Observed) -> set[Place]:
             found |= _step(place, event)
             if event is events.ReserveRefused:  # nothing is held: the word may die with its scheduler, and the next
                 found.add(place)  # one places the same attempt again
+    if found and event is events.ReserveRefused:  # or, where the record is lost with it, begins at the first
+        found |= {place for place in places if place.attempt < observed.attempt and place.state in UNHELD_STATES}
     return found
 
 
