@@ -113,7 +113,7 @@ contract:  ## Redis, wire, error table, client conformance
 
 # Two at a time on two cores: these tests wait more than they compute. Every other file, so that both take about as long.
 INTEGRATION_HALVES := integration-1 integration-2
-integration:  ## Real processes (some ten minutes; what each half says comes at its end)
+integration:  ## Real processes (a quarter of an hour; what each half says comes at its end)
 	@$(MAKE) -j2 --keep-going --output-sync=target $(INTEGRATION_HALVES)
 
 integration-%:

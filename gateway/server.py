@@ -62,9 +62,7 @@ class GatewayProtocol(HttpToolsProtocol):
     _request_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0  # read and neither of a body nor of a complete request
     _is_last = False  # no request is taken behind the next answer
-    _running: RequestResponseCycle | None = (
-        None  # uvicorn's `cycle` is the newest, which may wait behind it (pipelining)
-    )
+    _running: RequestResponseCycle | None = None  # uvicorn's `cycle` is the newest, which may wait behind it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         sock = cast("socket.socket | None", transport.get_extra_info("socket"))

@@ -349,9 +349,8 @@ class SchedulerCore:
             else:
                 self._refuse_unwritten(entry)
             return
-        if (
-            event.error is not None
-        ):  # its record of an earlier scheduler has ended: its gateway has dialled again in vain
+        if event.error is not None:
+            # Its record of an earlier scheduler has ended: its gateway has dialled again in vain.
             self._take_back(entry, NOT_KNOWN)
             return
         waiter.is_written = True
