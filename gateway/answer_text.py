@@ -56,10 +56,6 @@ class AnswerText:
         """The answer has ended: what was held back."""
         return self._part(self._detokenizer.flush())
 
-    def is_end(self, token_id: TokenId) -> bool:
-        """Whether this token has no text where it ends an answer."""
-        return token_id in self._sampling.stop_token_ids or not self._detokenizer.token_bytes(token_id)
-
     def _part(self, text: str, *, is_stop: bool = False) -> TextPart:
         self._num_shown += len(text)
         begun: list[LogprobEntry] = []

@@ -73,7 +73,7 @@ class AnswerWriter:
         """Whether an answer without a stop string that ended so can have ended with the last token here."""
         if reason is FinishReason.LENGTH:
             return self.num_tokens == self._intake.max_tokens
-        return bool(self.ids) and self._intake.text.is_end(self.ids[-1])
+        return self.has_end_token
 
     @property
     def usage(self) -> Usage:

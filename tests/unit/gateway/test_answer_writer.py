@@ -179,7 +179,7 @@ async def test_an_error_is_a_status_before_the_stream_and_an_event_in_it() -> No
 
 
 def test_what_an_end_by_the_scheduler_must_fit() -> None:
-    """As many tokens as were asked for, or a last one without text."""
+    """As many tokens as were asked for, or an end token behind them."""
     writer, _ = make()
     assert not writer.is_whole(FinishReason.STOP)
     writer.feed(output_ids()[:1], ())
