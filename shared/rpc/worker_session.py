@@ -251,7 +251,8 @@ class WorkerSession:
         return down
 
     def _acknowledge(self, upto: int) -> None:
-        while self._events and self._events[0].number <= min(upto, self._last_number):
+        """Of what was told on this stream: the rest is told first, whatever a scheduler says of it."""
+        while self._events and self._events[0].number <= min(upto, self._sent_upto):
             self._events.popleft()
 
     async def _write(self, call: "_SessionCall") -> None:
