@@ -1,6 +1,8 @@
 """One answer's log, as its session writes it: tokens before their text is shown, the end before it is told.
 
-Redis may be away: the answer goes on as one that cannot be resumed, and the whole log is written when Redis is back.
+Redis may be away: the answer goes on, and the whole log is written when Redis is back. For a while decode keeps what
+Redis lacks, so that another gateway which Redis answers can go on; longer than that, or further than decode has room
+for beside what it computes, and the answer is one that cannot be resumed until the log is whole again.
 """
 
 import asyncio
@@ -16,9 +18,17 @@ from shared.domain.request import Outcome, RequestSpec
 from shared.domain.sampling import TokenLogprobs
 from shared.state.stream_log import FIRST_SESSION, LoggedAnswer, LogMissing, StreamLog
 
+# A store that stood still, a broken connection, a restart on the same machine are over by then. Less than what a
+# session whose client has everything waits for its outcome (5 s).
+HOLD_S = 3.0
+# Half of what decode keeps for a reader (256): an answer does not stand still because its log is behind.
+MAX_HELD_TOKENS = 128
+
 
 class AnswerLog:
-    """Nothing raises; that a newer session has the answer is told by `on_superseded`, perhaps more than once."""
+    """Nothing raises. That a newer session has the answer is told by `on_superseded`, perhaps more than once; that
+    `secured` has grown without an append, by `on_secured`.
+    """
 
     def __init__(
         self,
@@ -29,6 +39,7 @@ class AnswerLog:
         deadline_unix_ms: int = 0,
         logged: LoggedAnswer | None,
         on_superseded: Callable[[], None],
+        on_secured: Callable[[], None],
     ) -> None:
         """`deadline_unix_ms` of a new answer, 0 = none; `logged`: what this session has taken over."""
         self._store = store
@@ -36,13 +47,16 @@ class AnswerLog:
         self._served = served
         self._deadline_unix_ms = deadline_unix_ms
         self._on_superseded = on_superseded
+        self._on_secured = on_secured
         self.session = FIRST_SESSION if logged is None else logged.session
         self._head = None if logged is None else logged.head
         self._ids: list[TokenId] = [] if logged is None else list(logged.tokens.ids)
         self._logprobs: list[TokenLogprobs] = [] if logged is None else list(logged.tokens.logprobs)
         self._attempt = Attempt(0) if logged is None else logged.tokens.attempt
         self._cached_tokens = 0 if logged is None else logged.tokens.cached_tokens
+        self._num_stored = len(self._ids)
         self._behind = asyncio.Event()
+        self._is_holding = True  # while behind
 
     @property
     def is_behind(self) -> bool:
@@ -57,6 +71,11 @@ class AnswerLog:
     def tokens_behind(self, num_tokens: int) -> tuple[list[TokenId], list[TokenLogprobs]]:
         """What is logged of the answer beyond its first `num_tokens`."""
         return self._ids[num_tokens:], self._logprobs[num_tokens:]
+
+    def secured(self, index: int) -> int:
+        """How many of the answer's first `index` tokens nobody need keep for a reader at another gateway."""
+        is_held = self.is_behind and self._is_holding and index - self._num_stored <= MAX_HELD_TOKENS
+        return min(index, self._num_stored) if is_held else index
 
     async def begin(self, spec: RequestSpec) -> None:
         """Before the scheduler hears of the request. Nothing is written where the log was taken over."""
@@ -94,6 +113,8 @@ class AnswerLog:
             await self._catch_up()
         except ServingError as error:
             self._fail(error)
+        else:
+            self._num_stored = tokens.last_index
 
     async def end(self, outcome: Outcome) -> None:
         """How the answer ends, unless that is there already."""
@@ -117,9 +138,19 @@ class AnswerLog:
         backoff = Backoff(initial_s=0.1, max_s=1.0, random=random.random)
         while True:
             await self._behind.wait()
-            await asyncio.sleep(backoff.next_delay())
-            if await self._catch_up():
-                backoff.reset()
+            timer = asyncio.get_running_loop().call_later(HOLD_S, self._hold_no_longer)
+            try:
+                while self.is_behind:
+                    await asyncio.sleep(backoff.next_delay())
+                    await self._catch_up()
+            finally:
+                timer.cancel()
+            backoff.reset()
+            self._is_holding = True
+
+    def _hold_no_longer(self) -> None:
+        self._is_holding = False
+        self._on_secured()
 
     async def _catch_up(self) -> bool:
         """Writes the whole log, once. False where Redis lacks some of it still."""
@@ -140,7 +171,9 @@ class AnswerLog:
             except ServingError as error:
                 self._fail(error)
                 return False
+            self._num_stored = num_tokens
         self._behind.clear()
+        self._on_secured()
         return True
 
     def _fail(self, error: ServingError) -> None:

@@ -16,6 +16,7 @@ from gateway.served_form import ServedForm
 from shared.aio.channel import ChannelClosed
 from shared.domain.errors import ServingError
 from shared.domain.ids import TokenId
+from shared.domain.logged import LoggedTokens
 from shared.domain.request import FinishReason, Usage
 from shared.domain.sampling import TokenLogprobs
 
@@ -114,6 +115,12 @@ class AnswerWriter:
             self._parts += parts
         elif any(part.text for part in parts) and not self._stream.is_over:  # one that stalled has had its last words
             await self._put_text(self._stream.deltas(parts, last_index - len(parts) + 1))
+
+    async def show_logged(self, logged: LoggedTokens) -> bool:
+        """All before this session: what the client has goes through the detokenizer alone. As `put_again`."""
+        self.start(0)
+        self.cached_tokens = logged.cached_tokens
+        return await self.put_again(logged.ids, logged.logprobs)
 
     async def put_again(self, ids: Sequence[TokenId], logprobs: Sequence[TokenLogprobs]) -> bool:
         """Tokens of an earlier session. Whether a stop string ends them. Other answers have their turn in between."""

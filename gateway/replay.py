@@ -59,10 +59,8 @@ class Replay:
             self._journal.write(RequestState.CANCELLED if is_cut else self._outcome.state, self._outcome.error)
 
     async def _show(self) -> None:
-        writer, tokens = self._writer, self._tokens
-        writer.start(0)
-        writer.cached_tokens = tokens.cached_tokens
-        await writer.put_again(tokens.ids, tokens.logprobs)
+        writer = self._writer
+        await writer.show_logged(self._tokens)
         if self._outcome.error is not None:
             await writer.tell_error(self._outcome.error, writer.flush())
             return

@@ -45,7 +45,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, RequestKey
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestState, Usage
 from shared.obs.logs import get_logger
-from shared.state.stream_log import LoggedAnswer, superseded
+from shared.state.stream_log import superseded
 
 # The client has its answer; the record's end follows by one message. Longer means a scheduler that is away.
 _OUTCOME_WAIT_S = 5.0
@@ -92,6 +92,7 @@ class Session:
                 deadline_unix_ms=deadline_to_unix_ms(intake.deadline, services.clock),
                 logged=logged,
                 on_superseded=self.supersede,
+                on_secured=self._on_secured,
             )
         self.link = ClientLink(on_taken=self._on_taken, on_gone=self._on_gone, on_stalled=self._on_stalled)
         self._writer = AnswerWriter(
@@ -207,7 +208,7 @@ class Session:
         await asyncio.sleep(self._services.resumable_grace_s)
         if not self._ending.is_answered and self._ending.error is None:
             error = ServingError(ErrorCode.CANCELLED, "the client left")
-            await log.end(Outcome(state=RequestState.CANCELLED, error=error))
+            await log.end(Outcome.broken_off(error))
             self.cancel(CancelReason.DISCONNECT, error)
 
     # ---- the control line
@@ -224,8 +225,7 @@ class Session:
             async with stop_when(self._ending.left):
                 outcome = await self._control.run(spec)
         except ServingError as error:
-            kind = RequestState.CANCELLED if error.code is ErrorCode.CANCELLED else RequestState.FAILED
-            outcome = Outcome(state=kind, error=error)
+            outcome = Outcome.broken_off(error)
         if outcome is None:
             return
         if outcome.error is not None and outcome.error.code is ErrorCode.SUPERSEDED:
@@ -308,16 +308,14 @@ class Session:
             await self._writer.tell_error(error)
             return
         if self.log is not None:
-            is_cancel = error.code in (ErrorCode.CANCELLED, ErrorCode.SLOW_CLIENT)
-            state = RequestState.CANCELLED if is_cancel else RequestState.FAILED
-            await self.log.end(Outcome(state=state, error=error))
+            await self.log.end(Outcome.broken_off(error))
             await self._writer.put_again(*self.log.tokens_behind(self._writer.num_tokens))
         await self._writer.tell_error(error, self._writer.flush())
 
     async def _relay(self) -> None:
         """Attempt by attempt."""
         if self._resumption is not None:
-            await self._show_logged(self._resumption.logged)
+            self._is_stop_complete = await self._writer.show_logged(self._resumption.logged.tokens)
             self._is_caught_up.set()
         while not self._ending.is_answered and self._ending.error is None:
             placed = await self._next_place()
@@ -417,12 +415,6 @@ class Session:
         await self._writer.put(parts)
         self._acknowledge()
 
-    async def _show_logged(self, logged: LoggedAnswer) -> None:
-        """Everything before this session: what the client has goes through the detokenizer alone."""
-        self._writer.start(0)
-        self._writer.cached_tokens = logged.tokens.cached_tokens
-        self._is_stop_complete = await self._writer.put_again(logged.tokens.ids, logged.tokens.logprobs)
-
     async def _finish_early(self, subscription: TokenSubscription, parts: Sequence[TextPart]) -> None:
         """By a stop string: decode goes on until it hears of it."""
         subscription.finish(self._writer.num_tokens, FinishReason.STOP)
@@ -460,8 +452,8 @@ class Session:
 
     def _acknowledge(self) -> None:
         """Tokens without text of their own count as taken once everything before them is."""
-        if self._subscription is not None and not self._client_gone.is_set():
-            self._subscription.ack(self._writer.num_tokens if self._has_taken_all else self._writer.taken_index)
+        if not self._client_gone.is_set():
+            self._acknowledge_upto(self._writer.num_tokens if self._has_taken_all else self._writer.taken_index)
 
     @property
     def _has_taken_all(self) -> bool:
@@ -469,8 +461,18 @@ class Session:
         return self._writer.has_taken_all and not self._client_gone.is_set()
 
     def _acknowledge_all(self) -> None:
-        if self._subscription is not None and self._ending.is_answered and self._ending.cancel_reason is None:
-            self._subscription.ack(self._writer.num_tokens)
+        if self._ending.is_answered and self._ending.cancel_reason is None:
+            self._acknowledge_upto(self._writer.num_tokens)
+
+    def _acknowledge_upto(self, index: int) -> None:
+        if self._subscription is not None:
+            self._subscription.ack(index if self.log is None else self.log.secured(index))
+
+    def _on_secured(self) -> None:
+        """Redis has what it lacked, or is not waited for any longer."""
+        self._acknowledge()
+        if self.link.is_over.is_set():
+            self._acknowledge_all()
 
     # ---- the client
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shared.domain.errors import ServingError
+from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Epoch, Incarnation, RequestId, TokenId, WorkerId
 from shared.domain.sampling import SamplingParams
 
@@ -120,6 +120,12 @@ class Outcome:
             raise ValueError(f"{self.state} is not an end")
         if (self.state is RequestState.FINISHED) == (self.error is not None):
             raise ValueError("an outcome has an error exactly when it is not finished")
+
+    @staticmethod
+    def broken_off(error: ServingError) -> "Outcome":
+        """Cancelled where the client left or did not read, else failed."""
+        is_cancel = error.code in (ErrorCode.CANCELLED, ErrorCode.SLOW_CLIENT)
+        return Outcome(state=RequestState.CANCELLED if is_cancel else RequestState.FAILED, error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Services are stopped one after the other: what runs ends, or goes on elsewhere; nothing new is lost on the way."""
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -17,6 +16,7 @@ from tests.support.cluster import Cluster, ClusterPlan, Service, parse_status
 from tests.support.http_client import exchange, open_request
 from tests.support.polling import eventually
 from tests.support.ports import ADMIN_OFFSET
+from tests.support.process_logs import num_attempts
 from tests.support.redis_server import own_redis
 from tests.support.resuming import ask_resumable, read_on, resume
 from tests.support.script import Script, counting, padded
@@ -351,15 +351,6 @@ async def test_a_stopped_prefill_worker_brings_its_cache_first(plain: Cluster) -
     assert (script.text(), "stop", None) == (record.text, record.finish_reason, record.error)
     await wait_restarted(plain, old, "prefill-0")
     assert 1 == await num_attempts(plain, record.request_id)
-
-
-async def num_attempts(cluster: Cluster, request_id: str) -> int:
-    """Of a request that has ended, by the scheduler's log."""
-    folder = cluster.log_folder
-    assert folder is not None
-    lines = (await asyncio.to_thread((folder / "scheduler-0.log").read_text)).splitlines()
-    (ended,) = [line for line in lines if request_id in line and '"request ended"' in line]
-    return int(json.loads(ended)["attempts"])
 
 
 async def test_a_second_signal_ends_each_service_at_once(plain: Cluster) -> None:

@@ -1,11 +1,9 @@
 """SCH-02: readers that stand still cost a bounded amount, hold nobody up, and lose nothing if they read on in time."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +13,7 @@ from tests.support.chat import CHAT_PATH, ChatRecord, ask, collect, stream_chat
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.http_client import HttpStream, open_request
 from tests.support.polling import eventually
+from tests.support.process_logs import logged
 from tests.support.script import Script, counting
 
 NUM_STALLED = 20  # half of them read on
@@ -103,15 +102,6 @@ async def open_all(cluster: Cluster, stack: AsyncExitStack, scripts: list[Script
 def request_of(stream: HttpStream) -> str:
     """Its id."""
     return stream.headers["x-firsttoken-request"]
-
-
-async def logged(cluster: Cluster, child_id: str, event: str, request_id: str) -> list[dict[str, Any]]:
-    """What a process has said of a request, by the event's name."""
-    folder = cluster.log_folder
-    assert folder is not None
-    lines = (await asyncio.to_thread((folder / f"{child_id}.log").read_text)).splitlines()
-    said = [json.loads(line) for line in lines if request_id in line]
-    return [line for line in said if line["event"] == event]
 
 
 async def read_when_given_up(cluster: Cluster, stream: HttpStream) -> ChatRecord:

@@ -3,14 +3,17 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, Generator
 
 import pytest
 
+from gateway.answer_log import HOLD_S, MAX_HELD_TOKENS
 from tests.support import processes
 from tests.support.audited import audited
 from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.polling import eventually
+from tests.support.process_logs import num_attempts
 from tests.support.redis_server import RedisServer, own_redis
 from tests.support.resuming import ReadSoFar, ask_resumable, read_on, resume
 from tests.support.script import counting
@@ -77,19 +80,24 @@ async def test_a_store_that_is_away_delays_only_the_resuming(
             assert (None, script.text(), "stop") == (late.error, late.text, late.finish_reason)
 
 
-async def test_what_the_store_lacks_of_a_lost_gateway_is_computed_again(
-    cluster: Cluster, redis_server: RedisServer
+@pytest.mark.parametrize("num_lacking", [60, 160], ids=["kept", "computed again"])
+async def test_what_the_store_lacks_of_a_lost_gateway_comes_all_the_same(
+    cluster: Cluster, redis_server: RedisServer, num_lacking: int
 ) -> None:
-    """Shown and acknowledged while Redis took no writes, so that the log ends before what decode still holds."""
+    """Shown while Redis took no writes. Decode has kept some of it for the next reader; so much more was acknowledged
+    that the log ends before what decode still holds.
+    """
     script = counting(200, step_ms=20)  # all of it has room in the outbox: nothing is parked and preempted
     async with asyncio.timeout(ANSWER_WITHIN_S):
         async with ask_resumable(cluster.port, script) as (stream, read):
             await read_on(stream, read, max_events=5)
+            is_behind_at = time.monotonic()
             with redis_server.client as client:
                 client.replicaof("127.0.0.1", "1")
-            await read_on(stream, read, max_events=60)
+            await read_on(stream, read, max_events=num_lacking)
             lost = (await cluster.gateways())[0].live_pid
             os.kill(lost, signal.SIGKILL)
+            lost_after_s = time.monotonic() - is_behind_at
             await read_on(stream, read)
         await processes.wait_gone(lost)
         with redis_server.client as client:
@@ -98,6 +106,8 @@ async def test_what_the_store_lacks_of_a_lost_gateway_is_computed_again(
             await read_on(resumed, read)
     assert (None, script.text(), "stop") == (read.error, read.text, read.finish_reason)
     assert 201 == (read.usage or {})["completion_tokens"]
+    is_kept = num_lacking <= MAX_HELD_TOKENS and lost_after_s < HOLD_S
+    assert (await num_attempts(cluster, read.request_id) == 1) or not is_kept
 
 
 NUM_STORED = """

@@ -25,8 +25,16 @@ class Subject:
     def __init__(self, store: FakeStreamLog, logged: LoggedAnswer | None = None) -> None:
         self.store = store
         self.num_superseded = 0
+        self.secured: list[int] = []
+        """Of a thousand tokens, each time that it was told."""
         self.log = AnswerLog(
-            store.as_real, key_hash="k", served=b"s", deadline_unix_ms=77, logged=logged, on_superseded=self._count
+            store.as_real,
+            key_hash="k",
+            served=b"s",
+            deadline_unix_ms=77,
+            logged=logged,
+            on_superseded=self._count,
+            on_secured=lambda: self.secured.append(self.log.secured(1000)),
         )
 
     def _count(self) -> None:
