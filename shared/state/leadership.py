@@ -77,4 +77,7 @@ class Leadership:
         address, epoch = await self._client.call("HMGET", LEASE, "address", "epoch")
         if address is None or epoch is None:
             return None
-        return SchedulerLocation(address=address.decode(), epoch=Epoch(int(epoch)))
+        try:
+            return SchedulerLocation(address=address.decode(), epoch=Epoch(int(epoch)))
+        except ValueError:  # no scheduler of ours wrote it
+            return None

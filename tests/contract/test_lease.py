@@ -137,6 +137,36 @@ async def test_only_the_holder_raises_the_epoch(client: StateClient, clock: Hand
     assert str(second).encode() == await client.call("GET", EPOCH)
 
 
+@pytest.mark.parametrize("alien", ["", "x", "nan", "inf", "1e300", "\xff"])
+async def test_an_epoch_that_is_none_of_ours_is_replaced(client: StateClient, clock: HandClock, alien: str) -> None:
+    """Somebody's script has written the key: a scheduler is found all the same, and keeps and returns its lease."""
+    one, two = Candidate(client, clock, 1), Candidate(client, clock, 2)
+    await client.call("SET", EPOCH, alien)
+    first = await become_active(one, clock)
+    assert clock.unix_ms() == first
+    await client.call("SET", EPOCH, alien)
+    clock.advance(1.0)
+    assert LeaseState.ACTIVE == await one.step()
+    assert str(first).encode() == await client.call("GET", EPOCH)
+    await client.call("SET", EPOCH, alien)
+    await one.leadership.release(Epoch(first + 10**6))
+    assert await become_active(two, clock) > first + 10**6
+
+
+async def test_a_lease_that_is_none_of_ours_leads_nowhere(client: StateClient, clock: HandClock) -> None:
+    """No address to be dialled; it is found when it is gone."""
+    one = Candidate(client, clock, 1)
+    for address, epoch in ((b"\xff", b"1"), (b"host:1", b"x")):
+        await client.call("HSET", LEASE, "holder", "somebody", "address", address, "epoch", epoch)
+        assert await one.leadership.find() is None
+    assert LeaseState.STANDBY == await one.step()
+    clock.advance(ABSENT_WAIT_S)
+    assert LeaseState.STANDBY == await one.step()
+    await client.call("DEL", LEASE)
+    clock.advance(ABSENT_WAIT_S)
+    assert LeaseState.ACTIVE == await one.step()
+
+
 async def test_renewal_keeps_epoch_and_prolongs(client: StateClient, clock: HandClock) -> None:
     """Each second, for three more."""
     one = Candidate(client, clock, 1)

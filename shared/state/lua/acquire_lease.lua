@@ -7,7 +7,10 @@ local holder = redis.call('HGET', KEYS[1], 'holder')
 if holder and holder ~= ARGV[1] then
   return ''
 end
-local highest = tonumber(redis.call('GET', KEYS[2]) or '0')
+local highest = tonumber(redis.call('GET', KEYS[2]) or '')
+if not (highest and highest < 2 ^ 53) then -- none, or not ours: the wall clock is above all that were given
+  highest = 0
+end
 local epoch = math.max(tonumber(ARGV[3]), highest + 1)
 local text = string.format('%.0f', epoch)
 redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'address', ARGV[2], 'epoch', text)

@@ -7,7 +7,11 @@ if redis.call('HGET', KEYS[1], 'holder') ~= ARGV[1] then
   return 0
 end
 redis.call('DEL', KEYS[1])
-if tonumber(ARGV[2]) > tonumber(redis.call('GET', KEYS[2]) or '0') then
+local highest = tonumber(redis.call('GET', KEYS[2]) or '')
+if not (highest and highest < 2 ^ 53) then -- none, or not ours
+  highest = 0
+end
+if tonumber(ARGV[2]) > highest then
   redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
 end
 return 1

@@ -7,7 +7,11 @@ local holder = redis.call('HGET', KEYS[1], 'holder')
 if holder and holder ~= ARGV[1] then
   return 0
 end
-if tonumber(redis.call('GET', KEYS[2]) or '0') > tonumber(ARGV[3]) then
+local highest = tonumber(redis.call('GET', KEYS[2]) or '')
+if not (highest and highest < 2 ^ 53) then -- none, or not ours
+  highest = 0
+end
+if highest > tonumber(ARGV[3]) then
   return 0
 end
 redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'address', ARGV[2], 'epoch', ARGV[3])
