@@ -29,7 +29,7 @@ async def served() -> AsyncGenerator[Served]:
     admin = AdminServer()
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=30.0) as http:
         async with admin.serve(sock):
             yield Served(admin, http, port)
         with pytest.raises(httpx.TransportError):
