@@ -7,7 +7,9 @@ import grpc.aio
 import pytest
 
 from shared.domain.errors import ErrorCode
+from shared.obs.admin import bind
 from shared.rpc import channels, server
+from shared.rpc.calls import end_call
 from shared.rpc.channels import CHANNEL_OPTIONS, ChannelPool
 from shared.rpc.errors import MAX_MESSAGE_BYTES, serving_error
 from shared.rpc.server import SERVER_OPTIONS, serve
@@ -22,16 +24,17 @@ class EchoScheduler(scheduler_pb2_grpc.SchedulerServicer):
     """Tells how many prompt ids it got; its status is a large message."""
 
     def __init__(self) -> None:
-        self.serve_has_ended = asyncio.Event()
+        self.num_serving = 0
 
     async def Serve(
         self, request_iterator: AsyncIterator[scheduler_pb2.ServeUp], context: Any
     ) -> AsyncGenerator[scheduler_pb2.ServeDown]:
+        self.num_serving += 1
         try:
             async for up in request_iterator:
                 yield scheduler_pb2.ServeDown(scheduler_epoch=len(up.start.spec.prompt_ids))
         finally:
-            self.serve_has_ended.set()
+            self.num_serving -= 1
 
     async def Cancel(self, request: scheduler_pb2.CancelRequest, context: Any) -> scheduler_pb2.CancelReply:
         await asyncio.Event().wait()
@@ -90,8 +93,9 @@ def test_message_limits_of_both_ends_agree() -> None:
 
 async def test_silent_stream_survives_many_pings(pool: ChannelPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pings as often as a server allows bring no GOAWAY: two strikes would be enough for one (OPS-04)."""
-    fast_client = {**dict(CHANNEL_OPTIONS), "grpc.keepalive_time_ms": 120}
-    fast_server = {**dict(SERVER_OPTIONS), "grpc.http2.min_ping_interval_without_data_ms": 60}
+    patient = {"grpc.keepalive_timeout_ms": 30_000, "grpc.http2.ping_timeout_ms": 30_000}  # a late answer is no GOAWAY
+    fast_client = {**dict(CHANNEL_OPTIONS), **patient, "grpc.keepalive_time_ms": 120}
+    fast_server = {**dict(SERVER_OPTIONS), **patient, "grpc.http2.min_ping_interval_without_data_ms": 60}
     monkeypatch.setattr(channels, "CHANNEL_OPTIONS", tuple(fast_client.items()))
     monkeypatch.setattr(server, "SERVER_OPTIONS", tuple(fast_server.items()))
     async with serving() as running:
@@ -118,16 +122,28 @@ async def test_silent_link_is_broken_for_both_ends(pool: ChannelPool, monkeypatc
         monkeypatch.setattr(module, name, tuple(fast.items()))
     servicer = EchoScheduler()
     async with serving(servicer=servicer) as running, tcp_proxy(int(running.address.rpartition(":")[2])) as proxy:
-        call = scheduler_pb2_grpc.SchedulerStub(pool.get(f"127.0.0.1:{proxy.port}")).Serve()
-        await call.write(scheduler_pb2.ServeUp())
-        await call.read()
-        proxy.silence()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
+            call = await answered(scheduler_pb2_grpc.SchedulerStub(pool.get(f"127.0.0.1:{proxy.port}")))
+            proxy.silence()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()
-            await servicer.serve_has_ended.wait()
+            while servicer.num_serving:
+                await asyncio.sleep(0.01)
 
     assert ErrorCode.NO_CAPACITY == serving_error(caught.value).code
+
+
+async def answered(stub: Any) -> Any:
+    """A stream that has brought something each way; a machine that stood still has broken the one before."""
+    while True:
+        call = stub.Serve()
+        try:
+            await call.write(scheduler_pb2.ServeUp())
+            await call.read()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            end_call(call)
+        else:
+            return call
 
 
 async def test_large_messages_pass_both_ways(pool: ChannelPool) -> None:
@@ -187,12 +203,12 @@ async def test_one_channel_an_address(pool: ChannelPool) -> None:
 
 async def test_nobody_there_then_somebody(pool: ChannelPool) -> None:
     """A refused connection is NO_CAPACITY at once; the same channel finds a server that starts later."""
-    async with serving() as running:
-        address = running.address
-    stub = scheduler_pb2_grpc.SchedulerStub(pool.get(address))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Status(scheduler_pb2.StatusRequest())
-    assert ErrorCode.NO_CAPACITY == serving_error(caught.value).code
+    with bind("127.0.0.1", 0) as taken:  # and not listening: nobody else gets the port, and the server may join
+        port = int(taken.getsockname()[1])
+        stub = scheduler_pb2_grpc.SchedulerStub(pool.get(f"127.0.0.1:{port}"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Status(scheduler_pb2.StatusRequest())
+        assert ErrorCode.NO_CAPACITY == serving_error(caught.value).code
 
-    async with serving(int(address.rpartition(":")[2])):
-        await stub.Status(scheduler_pb2.StatusRequest(), wait_for_ready=True)
+        async with serving(port):
+            await stub.Status(scheduler_pb2.StatusRequest(), wait_for_ready=True, timeout=30)
