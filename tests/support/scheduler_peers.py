@@ -12,8 +12,9 @@ from shared.domain.ids import RequestId, TokenId
 from shared.domain.request import RequestSpec
 from shared.domain.sampling import SamplingParams
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from tests.support.cancelled_calls import say_first
 
-ANSWER_S = 30.0  # everything is on loopback; only a bug takes this long
+ANSWER_S = 60.0  # everything is on loopback; only a bug takes this long
 
 
 def make_spec(request_id: str = "r1", *, prompt: int = 20, max_tokens: int = 10) -> RequestSpec:
@@ -124,11 +125,11 @@ class FakeWorker:
         )
         return command.key, list(command.reserve.delivered_ids)
 
-    async def release(self, kind: str, *, blocks_freed: int, computed_tokens: int = 0) -> None:
-        """Takes the Abort or Release and answers it."""
+    async def release(self, kind: str, *, blocks_freed: int, computed_tokens: int = 0) -> int:
+        """Takes the Abort or Release and answers it; the number of the answer."""
         command = await self.command()
         assert kind == command.WhichOneof("command")
-        await self.report(
+        return await self.report(
             command.key, released=scheduler_pb2.Released(blocks_freed=blocks_freed, computed_tokens=computed_tokens)
         )
 
@@ -165,8 +166,10 @@ async def worker_session(
                 scheduler_epoch=epoch,
             )
         )
-        await worker.say(inventory=scheduler_pb2.Inventory(entries=inventory or []))
-        await worker.heartbeat()
+        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            # A scheduler that resigns at the hello may be gone by now: that is for the test to see.
+            await worker.say(inventory=scheduler_pb2.Inventory(entries=inventory or []))
+            await worker.heartbeat()
         yield worker
     finally:
         call.cancel()
@@ -210,17 +213,14 @@ async def serve_stream(
     """A Serve stream whose Start is written; cancelled at the end."""
     call: Any = scheduler_pb2_grpc.SchedulerStub(channel).Serve()
     try:
-        await call.write(
-            scheduler_pb2.ServeUp(
-                start=scheduler_pb2.Start(
-                    spec=spec_to_wire(spec),
-                    gateway_incarnation=9,
-                    last_attempt_seen=last_attempt_seen,
-                    scheduler_epoch=epoch,
-                    key_hash=key_hash,
-                )
-            )
+        start = scheduler_pb2.Start(
+            spec=spec_to_wire(spec),
+            gateway_incarnation=9,
+            last_attempt_seen=last_attempt_seen,
+            scheduler_epoch=epoch,
+            key_hash=key_hash,
         )
+        await say_first(call, scheduler_pb2.ServeUp(start=start))
         yield FakeGateway(call)
     finally:
         call.cancel()

@@ -24,14 +24,7 @@ from shared.rpc.channels import ChannelPool
 from shared.rpc.errors import serving_error
 from shared.rpc.server import serve
 from shared.wire import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from tests.support.scheduler_peers import (
-    ANSWER_S,
-    FakeGateway,
-    FakeWorker,
-    make_spec,
-    serve_stream,
-    worker_session,
-)
+from tests.support.scheduler_peers import ANSWER_S, FakeGateway, FakeWorker, make_spec, serve_stream, worker_session
 
 LOSS = LossLimits(silence_s=5.0)
 LIMITS = CoreLimits(max_queued_requests=4, max_queued_prompt_tokens=1000, loss=LOSS, gateway_grace_s=5.0)
@@ -144,8 +137,9 @@ async def scheduler_server() -> AsyncGenerator[tuple[Driver, FakeStore, JumpingC
 
 
 @pytest.fixture
-async def line() -> AsyncGenerator[Line]:
-    """One prefill and one decode worker, ready."""
+async def line(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Line]:
+    """One prefill and one decode worker, ready; a cancel waits for their releases for as long as they take."""
+    monkeypatch.setattr("scheduler.service.CANCEL_WAIT_S", ANSWER_S)
     async with (
         scheduler_server() as (driver, store, clock, metrics, channel),
         worker_session(channel, "prefill") as prefill,
@@ -254,14 +248,15 @@ async def test_a_cancel_at_every_placed_state_ends_with_acknowledged_releases(li
 async def test_a_cancel_of_a_queued_request_commands_nobody(line: Line) -> None:
     """Nothing is held, so it is released at once; the message on its own stream is enough."""
     big, small = make_spec("big", prompt=140, max_tokens=20), make_spec("small")
-    async with serve_stream(line.channel, big) as first, serve_stream(line.channel, small) as second:
+    async with serve_stream(line.channel, big) as first:
         await drive_to(line, first, RequestState.PLACING)
-        await second.expect("queued")
-        await second.cancel()
-        outcome = (await second.expect("outcome")).outcome
-        assert scheduler_pb2.OUTCOME_KIND_CANCELLED == outcome.kind
-        assert RequestState.CANCELLED is line.state("small")
-        assert 1 == line.driver.core.ledger.num_live()
+        async with serve_stream(line.channel, small) as second:  # the places are taken, whichever stream is read first
+            await second.expect("queued")
+            await second.cancel()
+            outcome = (await second.expect("outcome")).outcome
+            assert scheduler_pb2.OUTCOME_KIND_CANCELLED == outcome.kind
+            assert RequestState.CANCELLED is line.state("small")
+            assert 1 == line.driver.core.ledger.num_live()
 
 
 async def test_a_repeated_cancel_is_a_success_and_an_unknown_one_is_not(line: Line) -> None:
@@ -299,7 +294,7 @@ async def test_a_lost_worker_closes_its_attempts_and_frees_the_other_side(line: 
         requeued = (await gateway.expect("requeued")).requeued
         assert (1, "worker_lost") == (requeued.attempt, requeued.reason)
         await line.decode.wait_closed()
-        await line.prefill.release("abort", blocks_freed=2)
+        await line.prefill.wait_acked(await line.prefill.release("abort", blocks_freed=2))
         await gateway.cancel()
         await gateway.expect("outcome")
         assert RequestState.CANCELLED is line.state()
@@ -474,7 +469,8 @@ async def test_requests_without_workers_are_cancelled_or_refused_in_the_end() ->
 
 async def cancel(line: Line, request_id: str = "r1") -> Any:
     """Scheduler.Cancel by id."""
-    return await line.stub.Cancel(scheduler_pb2.CancelRequest(request_id=request_id, reason="delete"))
+    request = scheduler_pb2.CancelRequest(request_id=request_id, reason="delete")
+    return await line.stub.Cancel(request, timeout=2 * ANSWER_S)
 
 
 def described(reply: Any) -> tuple[bool, int, int]:
