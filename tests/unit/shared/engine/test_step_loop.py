@@ -33,10 +33,13 @@ class _Runner:
         self.gate = threading.Event()
         self.gate.set()
         self.in_step = threading.Event()
+        self.was_idle = threading.Event()
         self.is_interrupted = False
 
     @property
     def has_work(self) -> bool:
+        if not self.left:
+            self.was_idle.set()  # asked where no command waits: what comes now finds the thread asleep
         return self.left > 0
 
     def apply(self, command: int) -> None:
@@ -85,7 +88,11 @@ class _Harness:
 
 
 async def _in_step(harness: _Harness) -> None:
-    await asyncio.get_running_loop().run_in_executor(None, harness.runner.in_step.wait, 60)
+    assert await asyncio.get_running_loop().run_in_executor(None, harness.runner.in_step.wait, 60)
+
+
+async def _idle(harness: _Harness) -> None:
+    assert await asyncio.get_running_loop().run_in_executor(None, harness.runner.was_idle.wait, 60)
 
 
 async def test_answers_and_steps_come_in_order_from_one_thread() -> None:
@@ -190,7 +197,7 @@ async def test_a_late_event_loop_makes_the_engine_wait() -> None:
     harness.loop.start()
     harness.loop.submit(200)
     reached = threading.Event()
-    for _ in range(5_000):  # the event loop is held here, so nothing is delivered meanwhile
+    for _ in range(30_000):  # the event loop is held here, so nothing is delivered meanwhile
         reached.wait(0.002)
         if harness.runner.num_steps >= MAX_UNDELIVERED_REPORTS:
             break
@@ -257,10 +264,11 @@ async def test_a_step_after_idleness_waits_for_company_while_there_is_room() -> 
         harness.reports.put_nowait,
         on_dead=harness.deaths.put_nowait,
         clock=harness.clock,
-        fill_wait_s=10.0,
+        fill_wait_s=60.0,
         has_room=lambda: harness.runner.left < 2,
     )
     harness.loop.start()
+    await _idle(harness)
     harness.loop.submit(1)
     harness.loop.submit(1)
     reports = await harness.take(3)
@@ -281,6 +289,7 @@ async def test_the_wait_for_company_is_bounded() -> None:
         has_room=lambda: True,
     )
     harness.loop.start()
+    await _idle(harness)
     harness.loop.submit(1)
 
     assert ["answer 1", "step 1"] == await harness.take(2)
