@@ -1,5 +1,6 @@
 """A whole system of real processes, started as a person would: by `firsttoken up`."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 from tests.support import ports, processes
 from tests.support.http_client import HttpAnswer, exchange
 from tests.support.metrics import Scrape, scrape
-from tests.support.polling import eventually
+from tests.support.polling import INTERVAL_S, eventually
 
 FIRSTTOKEN = str(Path(sys.executable).parent / "firsttoken")
 START_TIMEOUT_S = 180.0  # the first start of a machine may have to prepare the model
@@ -28,6 +29,8 @@ LOG_LINE_CHARS = 400
 LOGS_LINE = "logs: "
 POLL_S = 0.05
 REDIS_TIMEOUT_S = 10.0
+# A gateway that hears nothing of the scheduler within a second shows a fleet without it, in which nothing is live.
+SCHEDULER_ANSWERS_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +132,21 @@ class Cluster:
         return f"http://127.0.0.1:{self.port}"
 
     async def status(self) -> Status:
-        """As the first gateway has it. Raises OSError while it is away, LookupError while it is only starting."""
-        return await _status_at(self.admin_port)
+        """As the scheduler tells the first gateway.
+
+        Raises OSError while the gateway is away, LookupError while it is only starting, or no scheduler answers it.
+        """
+        clock = asyncio.get_running_loop()
+        deadline = clock.time() + SCHEDULER_ANSWERS_WITHIN_S
+        while not (status := await _status_at(self.admin_port)).of_role("scheduler"):
+            if clock.time() >= deadline:
+                raise LookupError("no scheduler answers the gateway")
+            await asyncio.sleep(INTERVAL_S)
+        return status
 
     async def gateways(self) -> list[Service]:
-        """All, each by its own word, the first one first. Raises OSError or LookupError as `status` does."""
-        first = await self.status()
+        """All, each by its own word, the first one first. Raises OSError, or LookupError while one is only starting."""
+        first = await _status_at(self.admin_port)
         others = [await _status_at(urlsplit(url).port or 0) for url in first.peers]
         return [status.one("gateway") for status in (first, *others)]
 
@@ -222,7 +234,7 @@ class Cluster:
                 processes.kill_all(self.pids())
                 raise AssertionError(f"`up` has not stopped in {STOP_TIMEOUT_S} s\n{self.log_tail()}") from None
             assert 0 == code, self.log_tail()
-        self.wait_gone(within_s=20.0)
+        self.wait_gone(within_s=40.0)
         shutil.rmtree(self.log_path.parent)
 
 
