@@ -18,6 +18,7 @@ from tests.support.script import Script, counting
 
 NUM_STALLED = 20  # half of them read on
 NUM_NORMAL = 5
+NUM_LOOKS = 12
 OUTBOX_TOKENS = 256
 SOCKET_TOKENS = 200  # of 2 KiB: the gateway and both kernels hold half of that as a rule, of one stream
 MAX_BYTES_EACH = 1024 * 1024  # as docs/reliability.md has it
@@ -76,14 +77,19 @@ async def computed(cluster: Cluster) -> float:
 
 
 async def wait_until_still(cluster: Cluster) -> None:
-    """Nothing is computed over forty looks: all have full outboxes, or have given their blocks back."""
+    """Nothing is computed over some looks: all have full outboxes, or have given their blocks back.
+
+    Each look is a turn of gateway and decode worker; few, since those that read on must do so before the stall's end.
+    """
     seen: list[float] = []
 
     async def look() -> list[float]:
         seen.append(await computed(cluster))
-        return seen[-40:]
+        return seen[-NUM_LOOKS:]
 
-    await eventually(look, lambda last: len(last) == 40 and len(set(last)) == 1, within_s=60.0, what="all stand still")
+    await eventually(
+        look, lambda last: len(last) == NUM_LOOKS and len(set(last)) == 1, within_s=60.0, what="all stand still"
+    )
 
 
 async def open_all(cluster: Cluster, stack: AsyncExitStack, scripts: list[Script]) -> list[HttpStream]:
@@ -143,7 +149,12 @@ async def test_twenty_stand_still_and_five_read(parking: Cluster) -> None:
         assert "slow_client" == (record.error or {})["code"]
         num_taken = len(record.text) // len(BIG)  # by its link, which is more than is acknowledged
         assert OFFERED.text(num_taken) == record.text
-        (ended,) = await logged(parking, "decode-0", "attempt ended", request_of(stream))
+        (ended,) = await eventually(
+            lambda stream=stream: logged(parking, "decode-0", "attempt ended", request_of(stream)),
+            lambda lines: len(lines) > 0,
+            within_s=40.0,
+            what="decode has ended it",
+        )
         assert 0 < ended["output_tokens"] - num_taken <= OUTBOX_TOKENS
     await wait_outcomes(parking, before, finished=NUM_NORMAL + len(reading_on), cancelled=len(late))
     (metrics,) = await parking.role_metrics("scheduler")
