@@ -276,7 +276,7 @@ async def wait_draining(service: Service) -> None:
     await eventually(
         lambda: exchange(service.admin_port, "GET", "/readyz"),
         lambda answer: (503, "draining") == (answer.status, answer.json()["reason"]),
-        within_s=10.0,
+        within_s=40.0,
         what=f"{service.id} is not ready",
     )
     assert 200 == (await exchange(service.admin_port, "GET", "/healthz")).status
@@ -293,7 +293,7 @@ async def test_ops_01_streams_of_a_stopped_gateway_end_well(plain: Cluster) -> N
         records = [await collect(stream, until_deltas=2) for stream in streams]
         old = await stop(plain, "gateway-0")
         await wait_draining(old)
-        await eventually(lambda: is_refused(plain.port), bool, within_s=10.0, what="connections are refused")
+        await eventually(lambda: is_refused(plain.port), bool, within_s=40.0, what="connections are refused")
         for stream, record in zip(streams, records, strict=True):
             await collect(stream, record=record)  # to its [DONE]
         ended_at = clock.time()
@@ -339,14 +339,17 @@ async def test_a_stopped_scheduler_says_so_and_lives_on_for_a_while(plain: Clust
 
 async def test_a_stopped_prefill_worker_brings_its_cache_first(plain: Cluster) -> None:
     """What it has computed is not computed again: it ends when decode, which stands still meanwhile, has everything."""
-    script = padded(["x", "y", "z"], num_prompt_tokens=1_000, prefill_ms=1_500)
+    script = padded(["x", "y", "z"], num_prompt_tokens=1_000, prefill_ms=500)
     status = await plain.status()
-    async with live_uncached(plain, script) as stream:
-        await wait_for_state(plain, "prefilling")
-        with processes.frozen(status.one("decode").live_pid):
-            await wait_for_state(plain, "transferring")
-            old = await stop(plain, "prefill-0")
-            await wait_draining(old)
+    async with AsyncExitStack() as stack:
+        with processes.frozen(status.one("prefill").live_pid):  # nothing is sent before decode stands still
+            stream = await stack.enter_async_context(live_uncached(plain, script))
+            await wait_for_state(plain, "prefilling")
+            thaw = stack.enter_context(processes.frozen(status.one("decode").live_pid))
+        await wait_for_state(plain, "transferring")
+        old = await stop(plain, "prefill-0")
+        await wait_draining(old)
+        thaw()
         record = await collect(stream)
     assert (script.text(), "stop", None) == (record.text, record.finish_reason, record.error)
     await wait_restarted(plain, old, "prefill-0")
