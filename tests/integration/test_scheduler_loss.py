@@ -26,9 +26,9 @@ ANSWER_WITHIN_S = 180.0
 # What the end of a scheduler may add to the time between two tokens of a running answer. Nothing of an answer waits for
 # a scheduler: where the next one runs already no gap grew, 0.1 s being the longest. The start of one takes processor time
 # from all: it added 0.3 to 0.7 s where twenty processes wanted two cores, 1.8 s once. An answer that waited for it would
-# show the 3 s of its lease, and more.
-MAX_MORE_GAP_S = 2.0
-MAX_MORE_GAP_BESIDE_STANDBY_S = 1.0
+# show the whole time without one: the 3 s of the lease and more, on a slow machine much more. Half of that is the bound.
+MIN_MORE_GAP_S = 2.0
+MIN_MORE_GAP_BESIDE_STANDBY_S = 1.0
 STEP_MS = 20
 USAGE = {"stream_options": {"include_usage": True}}
 pytestmark = pytest.mark.timeout(600)
@@ -82,8 +82,9 @@ def longest_gap(times: Sequence[float]) -> float:
     return max(later - earlier for earlier, later in pairwise(times))
 
 
-def check_not_paused(record: ChatRecord, *, since: float, took_s: float, more_s: float = MAX_MORE_GAP_S) -> None:
+def check_not_paused(record: ChatRecord, *, since: float, took_s: float, more_s: float = MIN_MORE_GAP_S) -> None:
     """Not much longer between two tokens than before; and it has run while there was no scheduler."""
+    more_s = max(more_s, took_s / 2)
     before = [at for at in record.delta_times if at <= since]
     after = [before[-1], *(at for at in record.delta_times if at > since)]
     assert longest_gap(after) <= longest_gap(before) + more_s
@@ -218,7 +219,7 @@ async def test_a_standby_replaces_one_that_stands_still(system: Cluster) -> None
                     what="the old one has ended",
                 )
         for each in asked[:NUM_RUNNING]:
-            check_not_paused(each.record, since=stopped_at, took_s=took_s, more_s=MAX_MORE_GAP_BESIDE_STANDBY_S)
+            check_not_paused(each.record, since=stopped_at, took_s=took_s, more_s=MIN_MORE_GAP_BESIDE_STANDBY_S)
         check_order([each.record for each in asked[NUM_RUNNING:]])
         assert other.pid == (await scheduler_of(system)).live_pid
         os.kill(other.pid, signal.SIGTERM)  # it hands over to the one that `up` has started again
