@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 import pytest
-from grpc.aio import AioRpcError
+from grpc import aio
 
 from tests.support.polling import eventually
 
@@ -17,6 +18,15 @@ _WAIT_S = 60.0  # a hang alone takes longer
 def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that begin from now on have room for so few calls."""
     monkeypatch.setattr("shared.rpc.server.MAX_CALLS", ROOM)
+
+
+async def say_first(call: Any, message: object) -> None:
+    """The first word of a call. Raises what its server said, AioRpcError, where the call was refused before it."""
+    try:
+        await call.write(message)
+    except (aio.UsageError, asyncio.InvalidStateError):
+        await call.read()
+        raise
 
 
 async def cancel_many(method: str, use: Callable[[], Awaitable[None]]) -> None:
@@ -42,7 +52,7 @@ async def _served(use: Callable[[], Awaitable[None]]) -> None:
     while True:
         try:
             await use()
-        except AioRpcError as error:
+        except aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
             await asyncio.sleep(0.01)

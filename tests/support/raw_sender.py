@@ -17,6 +17,7 @@ from shared.transfer.handshake import SHM
 from shared.transfer.host_proof import HostProof
 from shared.transfer.staging import SEGMENT_BYTES, StagingSegment
 from shared.wire import kv_pb2, kv_pb2_grpc, scheduler_pb2
+from tests.support.cancelled_calls import say_first
 from tests.support.worker_pair import WorkerPair, key_of, scripted_engine
 
 SENDER = Incarnation(4711)
@@ -97,7 +98,7 @@ class RawSender:
                 opening.transport = "tcp"
             case _:
                 pass
-        await push.call.write(kv_pb2.PushUp(open=opening))
+        await say_first(push.call, kv_pb2.PushUp(open=opening))
         return push
 
     async def tell_first_token(self, token_id: int | None = None) -> RejectCode | None:
