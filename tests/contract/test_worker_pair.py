@@ -1,4 +1,4 @@
-"""A real prefill worker and a real decode worker, over loopback gRPC: answers, cancels, faults, gateways."""
+"""A real prefill worker and a real decode worker, over loopback gRPC: answers, faults, gateways, sessions."""
 
 import pytest
 
@@ -11,6 +11,7 @@ from tests.support import ports
 from tests.support.metrics import parse
 from tests.support.polling import eventually
 from tests.support.refusals import refused
+from tests.support.stepped import SteppedExecutor
 from tests.support.worker_pair import (
     EPOCH,
     FakeGateway,
@@ -21,6 +22,8 @@ from tests.support.worker_pair import (
     scripted_spec,
     worker_pair,
 )
+
+LONG_S = 120.0  # instead of a limit of ours that is not what the test is about
 
 
 async def _attached(pair: WorkerPair, key: RequestKey, reserved: scheduler_pb2.Reserved) -> FakeGateway:
@@ -84,100 +87,22 @@ async def test_an_answer_of_one_token_needs_no_kv() -> None:
 @pytest.mark.usefixtures("transport")
 async def test_many_answers_at_once_share_steps() -> None:
     """Several sequences decode in one step, every answer is its own, and the stream gets a batch a step."""
-    specs = [scripted_spec(f"r{n}", [f"<{n}>", "x", str(n)], repeat=10, step_ms=5) for n in range(12)]
-    async with worker_pair() as pair:
+    specs = [scripted_spec(f"r{n}", [f"<{n}>", "x", str(n)], repeat=10) for n in range(12)]
+    steps = SteppedExecutor(1024)
+    async with worker_pair(decode_engine=steps.engine) as pair:
         gateway = await pair.gateway()
         for spec in specs:
             reserved = await pair.place(spec)
             await gateway.attach(key_of(spec.request_id), reserved.attach_ticket)
+        await pair.scheduler.idle("prefill-0", 1024)  # all of them are with decode, whose first step still waits
+        steps.run_on()
         for spec in specs:
             await gateway.ended(key_of(spec.request_id))
 
         for spec in specs:
             assert expected_ids(spec) == gateway.ids[spec.request_id]
-        assert gateway.num_batches < sum(len(expected_ids(spec)) for spec in specs) / 2
-
-
-# ---- cancel, stage by stage
-
-
-async def test_cancel_of_a_reservation() -> None:
-    """Nothing has arrived yet: the blocks for prompt and first tokens are free at once; asked again there is nothing left."""
-    spec = scripted_spec("r", max_tokens=100, num_prompt_tokens=60)
-    async with worker_pair() as pair:
-        await pair.reserve(spec)
-        released = await pair.release("decode-0", key_of("r"), abort=True)
-
-        assert released.blocks_freed == 5
-        await pair.scheduler.send("decode-0", key_of("r"), abort=scheduler_pb2.Abort())
-        await pair.scheduler.until(lambda: len(pair.scheduler.events("decode-0", key_of("r"))) == 3)
-        assert pair.scheduler.events("decode-0", key_of("r"))[2].released.blocks_freed == 0
-        await pair.scheduler.idle("decode-0", 1024)
-
-
-@pytest.mark.usefixtures("transport")
-async def test_cancel_while_prefill_computes() -> None:
-    """Prefill stops at the next chunk border, and both sides give back what they held."""
-    spec = scripted_spec("r", max_tokens=4, num_prompt_tokens=200, prefill_ms=8 * 200)
-    key = key_of("r")
-    async with worker_pair() as pair:
-        await pair.place(spec)
-        await pair.scheduler.until(
-            lambda: any(0 < up.heartbeat.queued_prompt_tokens < 200 for up in pair.scheduler.ups["prefill-0"])
-        )
-        at_prefill = await pair.release("prefill-0", key, abort=True)
-        at_decode = await pair.release("decode-0", key, abort=True)
-
-        assert at_prefill.blocks_freed == at_decode.blocks_freed == 13
-        assert 0 < at_prefill.computed_tokens < 200
-        names = [event.WhichOneof("event") for event in pair.scheduler.events("prefill-0", key)]
-        assert names == ["released"]
-
-
-async def test_cancel_of_a_prompt_that_waits_for_blocks() -> None:
-    """It holds none, so none are freed; the one before it is not concerned, the one behind it gets its turn."""
-    async with worker_pair(prefill_engine=scripted_engine(16)) as pair:
-        specs = [scripted_spec(name, num_prompt_tokens=200, prefill_ms=400) for name in ("first", "second", "third")]
-        gateway = await pair.gateway()
-        for spec in specs:
-            reserved = await pair.place(spec)
-            await gateway.attach(key_of(spec.request_id), reserved.attach_ticket)
-        released = await pair.release("prefill-0", key_of("second"), abort=True)
-
-        assert (released.blocks_freed, released.computed_tokens) == (0, 0)
-        await gateway.ended(key_of("first"))
-        await gateway.ended(key_of("third"))
-        assert expected_ids(specs[2]) == gateway.ids["third"]
-        assert (await pair.release("decode-0", key_of("second"), abort=True)).blocks_freed > 0
-
-
-async def test_cancel_while_decoding() -> None:
-    """The engine lets go at the border of a step; then the blocks are free, and no token comes any more."""
-    spec = scripted_spec("r", ["a"], repeat=1000, step_ms=10, num_prompt_tokens=60, max_tokens=900)
-    key = key_of("r")
-    async with worker_pair() as pair:
-        gateway = await _attached(pair, key, await pair.place(spec))
-        await gateway.until(lambda: len(gateway.ids["r"]) >= 5)
-        released = await pair.release("decode-0", key, abort=True)
-
-        assert 5 <= released.blocks_freed <= 7  # prompt and some tokens, and not what 900 tokens would need
-        assert released.computed_tokens >= 4
-        names = [event.WhichOneof("event") for event in pair.scheduler.events("decode-0", key)]
-        assert names == ["reserved", "kv_committed", "released"]
-        await pair.scheduler.idle("decode-0", 1024)
-
-
-async def test_release_of_what_was_never_here_leaves_a_tombstone() -> None:
-    """An Abort that overtakes its Reserve is answered at once, and the Reserve is refused when it comes."""
-    spec = scripted_spec("r")
-    async with worker_pair() as pair:
-        assert (await pair.release("decode-0", key_of("r"), abort=True)).blocks_freed == 0
-        await pair.scheduler.send("decode-0", key_of("r"), reserve=scheduler_pb2.Reserve())
-        await pair.reserve(scripted_spec("other"))
-
-        names = [event.WhichOneof("event") for event in pair.scheduler.events("decode-0", key_of("r"))]
-        assert names == ["released"]
-        assert await pair.reserve(spec, attempt=2)
+        assert len(specs) == len(steps.begun[1])
+        assert gateway.num_batches <= len(specs) + len(steps.begun)  # token 1 of each, then a batch a step
 
 
 # ---- refusals and failures
@@ -215,11 +140,13 @@ async def test_a_fault_in_the_engine_fails_that_attempt_alone(fail_at: int, work
         for worker in ("prefill-0", "decode-0"):
             await pair.release(worker, key_of("bad"), abort=True)
             await pair.release(worker, key_of("good"))
+        for worker in ("prefill-0", "decode-0"):
             await pair.scheduler.idle(worker, 1024)
 
 
-async def test_a_dead_engine_fails_what_ran_and_takes_nothing_more() -> None:
+async def test_a_dead_engine_fails_what_ran_and_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """OPS-02: not ready, not alive, the running attempt told as failed, its blocks free, and the next one refused."""
+    monkeypatch.setattr("shared.rpc.worker_life.DEAD_LINGER_S", LONG_S)
     engine = scripted_engine(1024)
     spec = scripted_spec("r", ["a"], repeat=1000, step_ms=10)
     key = key_of("r")
@@ -233,7 +160,7 @@ async def test_a_dead_engine_fails_what_ran_and_takes_nothing_more() -> None:
             await pair.scheduler.event("decode-0", key_of(name), "attempt_failed")
 
         assert failed.error.code == "INTERNAL"
-        await pair.scheduler.until(lambda: pair.scheduler.ups["decode-0"][-1].heartbeat.draining)
+        await pair.scheduler.until(lambda: any(beat.draining for beat in pair.scheduler.heartbeats("decode-0")))
         assert pair.decode.readiness.is_ready is False
         assert pair.decode.readiness.reason == "the engine thread has died"
         await pair.ask(scripted_spec("next"))
@@ -248,8 +175,9 @@ def _broken(rows: object) -> list[object]:
 # ---- gateways
 
 
-async def test_a_full_outbox_stops_the_sequence_and_room_lets_it_go_on() -> None:
+async def test_a_full_outbox_stops_the_sequence_and_room_lets_it_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without acknowledgements a sequence computes what its outbox holds and keeps its blocks; then it goes on, exactly."""
+    monkeypatch.setattr("decode_worker.lapse.PARKED_S", LONG_S)
     spec = scripted_spec("r", ["a", "b", "c"], repeat=30)
     key = key_of("r")
     async with worker_pair(outbox_tokens=8) as pair:
@@ -272,11 +200,10 @@ async def test_a_full_outbox_stops_the_sequence_and_room_lets_it_go_on() -> None
 
 
 async def _blocks(pair: WorkerPair) -> dict[str, int]:
-    num_ups = len(pair.scheduler.ups["decode-0"])
-    await pair.scheduler.until(
-        lambda: any(up.WhichOneof("message") == "heartbeat" for up in pair.scheduler.ups["decode-0"][num_ups:])
-    )
-    return dict(pair.scheduler.ups["decode-0"][-1].heartbeat.blocks)
+    """By the next heartbeat."""
+    num_told = len(pair.scheduler.heartbeats("decode-0"))
+    await pair.scheduler.until(lambda: len(pair.scheduler.heartbeats("decode-0")) > num_told)
+    return dict(pair.scheduler.heartbeats("decode-0")[-1].blocks)
 
 
 async def test_with_stop_strings_few_tokens_are_computed_ahead() -> None:
@@ -302,7 +229,7 @@ async def test_a_reader_that_attaches_again_gets_the_rest_and_the_first_gets_no_
     """A second gateway stream takes over at the index that it names; what the first says afterwards does not count."""
     spec = scripted_spec("r", ["a", "b", "c"], repeat=20, step_ms=5)
     key = key_of("r")
-    async with worker_pair() as pair:
+    async with worker_pair(outbox_tokens=8) as pair:  # the end is not made before the second one reads
         first = await pair.gateway()
         first.acks_at_once = False
         reserved = await pair.place(spec)
@@ -369,45 +296,53 @@ async def test_unacknowledged_events_come_first_on_a_new_session() -> None:
         await pair.reserve(scripted_spec("told"))
         scheduler.acknowledges = False
         await pair.reserve(scripted_spec("owed"))
-        scheduler.ups["decode-0"].clear()
+        num_hellos = len(scheduler.hellos)
         scheduler.acknowledges = True
         await scheduler.hang_up("decode-0")
-        await scheduler.until(lambda: len(scheduler.hellos) >= 3 and len(scheduler.ups["decode-0"]) >= 2)
-        event, inventory = scheduler.ups["decode-0"][:2]
+        await scheduler.until(
+            lambda: len(scheduler.hellos) > num_hellos and len(scheduler.sessions["decode-0"][-1]) >= 2
+        )
+        event, inventory = scheduler.sessions["decode-0"][-1][:2]
 
         assert event.event.key.request_id == "owed"
         assert event.event.number == 2
         held = {entry.key.request_id: entry.sequence_state for entry in inventory.inventory.entries}
         assert held == {"told": "waiting_kv", "owed": "waiting_kv"}
-        assert scheduler.hellos[2].scheduler_epoch == EPOCH
+        assert scheduler.hellos[num_hellos].scheduler_epoch == EPOCH
 
 
 async def test_a_scheduler_of_an_older_epoch_is_refused() -> None:
     """The worker leaves it at once, counts it, and obeys the next one whose epoch is not below the highest seen."""
     async with worker_pair() as pair:
         scheduler = pair.scheduler
+        num_hellos = len(scheduler.hellos)
         scheduler.next_epochs = [EPOCH - 1, EPOCH + 1]
         await scheduler.hang_up("decode-0")
-        await scheduler.until(lambda: len(scheduler.hellos) >= 4)
+        await scheduler.until(lambda: len(scheduler.hellos) >= num_hellos + 2)
         await pair.ask(scripted_spec("r"))
         reserved = await scheduler.event("decode-0", key_of("r"), "reserved")
 
-        assert [hello.scheduler_epoch for hello in scheduler.hellos[2:4]] == [EPOCH, EPOCH]
+        assert [hello.scheduler_epoch for hello in scheduler.hellos[num_hellos:]] == [EPOCH, EPOCH]
         assert reserved.scheduler_epoch == EPOCH + 1
         assert {RefusedKind.STALE_EPOCH: 1} == refused(pair.decode.metrics)
 
 
-async def test_a_worker_that_is_told_to_stop_finishes_what_it_has() -> None:
+async def test_a_worker_that_is_told_to_stop_finishes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draining is told at once, new work is refused, the running answer ends in full, then the worker leaves."""
-    spec = scripted_spec("r", ["a"], repeat=40, step_ms=10)
+    monkeypatch.setattr("decode_worker.lapse.PARKED_S", LONG_S)
+    spec = scripted_spec("r", ["a"], repeat=40)
     key = key_of("r")
-    async with worker_pair(drain_timeout_s=10.0) as pair:
-        gateway = await _attached(pair, key, await pair.place(spec))
-        await gateway.until(lambda: len(gateway.ids["r"]) >= 2)
+    async with worker_pair(drain_timeout_s=LONG_S, outbox_tokens=8) as pair:
+        gateway = await pair.gateway()
+        gateway.acks_at_once = False  # until the next one is refused: what has ended leaves at once
+        await gateway.attach(key, (await pair.place(spec)).attach_ticket)
+        await gateway.until(lambda: len(gateway.ids["r"]) == 8)
         pair.decode.stopping.set()
-        await pair.scheduler.until(lambda: pair.scheduler.ups["decode-0"][-1].heartbeat.draining)
+        await pair.scheduler.until(lambda: any(beat.draining for beat in pair.scheduler.heartbeats("decode-0")))
         await pair.ask(scripted_spec("next"))
         await pair.scheduler.event("decode-0", key_of("next"), "reserve_refused")
+        gateway.acks_at_once = True
+        await gateway.ack(key, 8)
         await gateway.ended(key)
 
         assert expected_ids(spec) == gateway.ids["r"]
@@ -418,11 +353,14 @@ async def test_a_preempted_answer_goes_on_by_replay() -> None:
     """Two answers that together need more blocks than there are: the younger leaves, and is continued exactly."""
     specs = [scripted_spec(name, ["a", "b", "c"], repeat=99, eos=False, max_tokens=120) for name in ("old", "young")]
     num_blocks = -(-specs[0].max_total_tokens // 16) + 4
-    async with worker_pair(decode_engine=scripted_engine(num_blocks)) as pair:
+    steps = SteppedExecutor(num_blocks)
+    async with worker_pair(decode_engine=steps.engine) as pair:
         gateway = await pair.gateway()
         for spec in specs:
             reserved = await pair.place(spec)
             await gateway.attach(key_of(spec.request_id), reserved.attach_ticket)
+        await pair.scheduler.idle("prefill-0", 1024)  # both are with decode, whose first step still waits
+        steps.run_on()
         await pair.scheduler.event("decode-0", key_of("young"), "preempted")
         for worker_id in ("decode-0", "prefill-0"):
             await pair.release(worker_id, key_of("young"), abort=True)
@@ -456,6 +394,7 @@ async def test_a_worker_is_started_again_and_again_at_one_address(role: str, num
                     reader = await pair.gateway()
                 if number == 0 and role == "prefill":
                     await reader.attach(key_of("running"), (await pair.place(running)).attach_ticket)
+                    await pair.scheduler.event("decode-0", key_of("running"), "kv_committed")
                 await reader.attach(key_of(f"r{number}"), (await pair.place(spec)).attach_ticket)
                 await reader.ended(key_of(f"r{number}"))
                 assert expected_ids(spec) == reader.ids[f"r{number}"]

@@ -80,6 +80,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.acknowledges = True
         self.hellos: list[scheduler_pb2.WorkerHello] = []
         self.ups: dict[str, list[scheduler_pb2.SessionUp]] = defaultdict(list)
+        self.sessions: dict[str, list[list[scheduler_pb2.SessionUp]]] = defaultdict(list)
+        """The same, session by session; without their hellos."""
         self._contexts: dict[str, _Context] = {}
         self._epochs: dict[str, int] = {}
         self._writing = asyncio.Lock()
@@ -97,16 +99,19 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         await context.write(scheduler_pb2.SessionDown(scheduler_epoch=epoch, welcome=scheduler_pb2.Welcome()))
         self._last_number[worker_id] = 0
         self._contexts[worker_id] = context
+        hung_up = self._hung_up[worker_id] = asyncio.Event()
+        heard: list[scheduler_pb2.SessionUp] = []
+        self.sessions[worker_id].append(heard)
         async with self._changed:
             self.hellos.append(hello)
             self._changed.notify_all()
-        self._hung_up[worker_id] = asyncio.Event()
-        async with stop_when(self._hung_up[worker_id]):
-            await self._hear(worker_id, context)
+        async with stop_when(hung_up):
+            await self._hear(worker_id, context, heard)
 
-    async def _hear(self, worker_id: str, context: _Context) -> None:
+    async def _hear(self, worker_id: str, context: _Context, heard: list[scheduler_pb2.SessionUp]) -> None:
         while (up := await context.read()) is not aio.EOF:
             async with self._changed:
+                heard.append(up)
                 self.ups[worker_id].append(up)
                 self._changed.notify_all()
             if up.WhichOneof("message") == "event" and self.acknowledges:
@@ -158,12 +163,19 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         async with asyncio.timeout(_WAIT_S), self._changed:
             await self._changed.wait()
 
+    def heartbeats(self, worker_id: str) -> list[scheduler_pb2.Heartbeat]:
+        """Of its present session."""
+        told = self.sessions[worker_id][-1]
+        return [up.heartbeat for up in told if up.WhichOneof("message") == "heartbeat"]
+
     async def idle(self, worker_id: str, num_blocks: int) -> None:
-        """Waits for a heartbeat by which nobody holds a block; the last one told, not an old one."""
+        """Waits until nobody holds a block: by the last heartbeat, told when all commands so far had been taken."""
 
         def is_idle() -> bool:
-            beats = [up.heartbeat for up in self.ups[worker_id] if up.WhichOneof("message") == "heartbeat"]
-            return bool(beats) and beats[-1].blocks["free"] + beats[-1].blocks["cached"] == num_blocks
+            beats = self.heartbeats(worker_id)
+            if not beats or beats[-1].commands_seen != self._last_number[worker_id]:
+                return False
+            return beats[-1].blocks["free"] + beats[-1].blocks["cached"] == num_blocks
 
         await self.until(is_idle)
 
@@ -214,8 +226,8 @@ class FakeGateway:
         await self.until(lambda: key.request_id in self.ends)
 
     async def read(self) -> None:
-        """Runs beside the test until the stream ends, however it does."""
-        with suppress(aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+        """Runs beside the test until the stream ends, however it does; an acknowledgement may be the first to notice."""
+        with suppress(aio.AioRpcError, aio.UsageError, asyncio.InvalidStateError, asyncio.CancelledError):
             await self._read()
 
     async def _read(self) -> None:
@@ -254,6 +266,7 @@ class WorkerPair:
         self._group = group
         self.transports = transports.split(",")
         self.scheduler_address = ""
+        self._num_asked = 0
         self.settings: dict[str, object] = {}
         self.closing = ExitStack()  # what a test's own peers hold
         self.prefill = Process("prefill", "prefill-0", RealClock())
@@ -321,6 +334,11 @@ class WorkerPair:
         else:
             await self.scheduler.send(worker_id, key, release=scheduler_pb2.Release())
         return (await self.scheduler.event(worker_id, key, "released")).released
+
+    async def all_taken(self, worker_id: str) -> None:
+        """Waits until it has taken all commands so far: they are taken in order, and a cancel of nobody is answered."""
+        self._num_asked += 1
+        await self.release(worker_id, key_of(f"nobody-{self._num_asked}"), abort=True)
 
 
 def scripted_engine(num_blocks: int, *, chunk_tokens: int = 64, memory: KvMemory | None = None) -> Engine:
