@@ -347,8 +347,9 @@ async def test_a_newer_stream_replaces_one_that_is_still_open() -> None:
     async with worker_pair(with_prefill=False) as pair:
         sender = RawSender(pair, spec, await pair.reserve(spec))
         await sender.hello()
-        first, second = await sender.open(), await sender.open()
-        await first.held()
+        first = await sender.open()
+        await first.held()  # streams have no order among each other: which is the newer one is what decode hears later
+        second = await sender.open()
         await second.held()
         await first.call.write(sender.message(1, sender.frames[0]))
 
