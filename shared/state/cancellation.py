@@ -13,7 +13,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import RequestId
 from shared.domain.request import CancelReason
 from shared.obs.logs import get_logger
-from shared.state.client import TIMEOUT_S, StateClient, connect_later, drop, read_reply
+from shared.state.client import StateClient, connect_later, drop, read_reply
 from shared.state.keys import (
     CANCEL_CHANNEL,
     CANCEL_PATTERN,
@@ -66,9 +66,9 @@ class Cancellations:
         """
         backoff = Backoff(initial_s=0.05, max_s=RECONNECT_MAX_S, random=random.random)
         while True:
-            connection = connect_later(self._client.url)
+            connection = connect_later(self._client.url, self._client.timeout_s)
             try:
-                async with asyncio.timeout(TIMEOUT_S):
+                async with asyncio.timeout(self._client.timeout_s):
                     await connection.connect()
                     await connection.send_command("SUBSCRIBE", CANCEL_CHANNEL)
                     await connection.read_response()

@@ -168,7 +168,7 @@ class StateClient:
             except RedisConnectionError:
                 pass
             await drop(connection)
-        return connect_later(self.url)
+        return connect_later(self.url, self.timeout_s)
 
     async def _call(self, command: Sequence[str | int | bytes]) -> Reply:
         connection = await self._take()
@@ -201,11 +201,11 @@ def state_unavailable() -> ServingError:
     return ServingError(ErrorCode.STATE_UNAVAILABLE, "the state store cannot be reached")
 
 
-def connect_later(url: str) -> Connection:
-    """A connection that dials at its `connect()`. Its reads have no timeout of their own: the caller sets one."""
+def connect_later(url: str, timeout_s: float) -> Connection:
+    """A connection that dials at its `connect()`, for so long. Its reads have no timeout: the caller sets one."""
     options = cast(dict[str, Any], dict(parse_url(url)))
     connection_class = options.pop("connection_class", Connection)
-    options.update(socket_timeout=None, socket_connect_timeout=TIMEOUT_S, protocol=2, driver_info=None)
+    options.update(socket_timeout=None, socket_connect_timeout=timeout_s, protocol=2, driver_info=None)
     return connection_class(**options)
 
 

@@ -7,7 +7,7 @@ from redis.exceptions import ResponseError
 
 from shared.aio.scope import spawn
 from shared.domain.errors import ErrorCode, ServingError
-from shared.state.client import EvictionPolicyError, Script, StateClient
+from shared.state.client import TIMEOUT_S, EvictionPolicyError, Script, StateClient
 from tests.support.redis_server import CALL_S, RedisServer, own_redis
 from tests.support.tcp_proxy import tcp_proxy
 
@@ -27,7 +27,7 @@ async def test_cancelled_callers_never_mix_replies(
     dice = random.Random(7)
     async with tcp_proxy(valkey.port) as proxy:
         proxy.delay_s = 0.1
-        slow = StateClient(f"redis://127.0.0.1:{proxy.port}", max_connections=max_connections, timeout_s=30)
+        slow = StateClient(f"redis://127.0.0.1:{proxy.port}", max_connections=max_connections, timeout_s=90)
         read: dict[int, list[bytes]] = {n: [] for n in range(NUM_TASKS)}
 
         async def reader(n: int) -> None:
@@ -53,12 +53,12 @@ async def test_cancelled_callers_never_mix_replies(
 async def test_late_reply_is_not_read_by_the_next_caller(valkey: RedisServer) -> None:
     """A call that timed out leaves no reply behind for the next one."""
     async with tcp_proxy(valkey.port) as proxy:
-        client = StateClient(f"redis://127.0.0.1:{proxy.port}", max_connections=1, timeout_s=1.0)
+        client = StateClient(f"redis://127.0.0.1:{proxy.port}", max_connections=1, timeout_s=CALL_S)
         await client.call("SET", "key", "old")
-        proxy.delay_s = 1.3
+        proxy.delay_s, client.timeout_s = 1.3, 1.0
         with pytest.raises(ServingError):
             await client.call("GET", "key")
-        proxy.delay_s = 0.0
+        proxy.delay_s, client.timeout_s = 0.0, CALL_S
 
         assert b"PONG" == await client.call("PING")
         await client.close()
@@ -66,8 +66,9 @@ async def test_late_reply_is_not_read_by_the_next_caller(valkey: RedisServer) ->
 
 async def test_silent_redis_is_away_within_its_time(valkey: RedisServer) -> None:
     """No answer in 500 ms, on an old connection and on a new one alike."""
-    client = StateClient(valkey.url)
+    client = StateClient(valkey.url, timeout_s=CALL_S)
     assert await client.ping()
+    client.timeout_s = TIMEOUT_S
     valkey.pause()
     try:
         for _ in range(2):
@@ -75,11 +76,24 @@ async def test_silent_redis_is_away_within_its_time(valkey: RedisServer) -> None
             with pytest.raises(ServingError) as caught:
                 await client.call("GET", "key")
             assert ErrorCode.STATE_UNAVAILABLE == caught.value.code
-            assert 0.4 < time.monotonic() - started_at < 15
+            assert 0.4 < time.monotonic() - started_at < CALL_S
         assert not await client.ping()
     finally:
         valkey.resume()
+    client.timeout_s = CALL_S
     assert await client.ping()
+    await client.close()
+
+
+async def test_the_time_of_a_call_is_that_of_its_connection(valkey: RedisServer) -> None:
+    """Whoever has given a store more than the usual time has given it for dialling, too."""
+    client = StateClient(valkey.url, timeout_s=CALL_S)
+    loop = asyncio.get_running_loop()
+    started_at = loop.time()
+    for delay_s in (0.0, 0.0001, 0.0005, 0.001, 0.002):  # somewhere in the dialling this process stands still
+        loop.call_later(delay_s, time.sleep, 2 * TIMEOUT_S / 5)
+    assert await client.ping()
+    assert loop.time() - started_at > TIMEOUT_S
     await client.close()
 
 
@@ -124,10 +138,11 @@ async def test_a_failover_leaves_nobody_at_the_old_primary(client: StateClient, 
             assert ["new"] * 4 == direct.mget([f"key:{n}" for n in range(4)])
 
 
-async def test_nobody_there(client: StateClient, valkey: RedisServer) -> None:
+async def test_nobody_there(valkey: RedisServer) -> None:
     """A refused connection is told at once: nobody waits for the time of a call to be over."""
     await asyncio.to_thread(valkey.stop)
-    async with asyncio.timeout(CALL_S / 2):
+    client = StateClient(valkey.url, timeout_s=3 * CALL_S)
+    async with asyncio.timeout(2 * CALL_S):
         assert not await client.ping()
 
 
