@@ -60,6 +60,12 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(autouse=True)
+def long_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test here waits for a scheduler's lease to run out, and a machine that stands still for 3 s must not make it."""
+    monkeypatch.setattr("shared.state.leadership.LEASE_TTL_MS", 600_000)
+
+
+@pytest.fixture(autouse=True)
 def checked_after_each_step(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
     """Pools, prefix indexes and tables of the workers in this process are whole after every step that they hear of."""
     broken: list[AssertionError] = []

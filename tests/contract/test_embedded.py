@@ -6,6 +6,7 @@ import pytest
 
 from shared.state.client import StateClient
 from shared.state.embedded import EmbeddedValkey, EmbeddedValkeyError, server_binary
+from tests.support.redis_server import CALL_S
 
 
 async def test_starts_on_a_free_port_and_restarts_on_the_same(tmp_path: Path) -> None:
@@ -14,7 +15,7 @@ async def test_starts_on_a_free_port_and_restarts_on_the_same(tmp_path: Path) ->
     server.start()
     try:
         url = server.url
-        client = StateClient(url)
+        client = StateClient(url, timeout_s=CALL_S)
         await client.check_eviction_policy()
         await client.call("SET", "key", "value")
         await asyncio.to_thread(server.stop)
