@@ -33,6 +33,7 @@ async def test_commands_that_come_late_or_to_the_wrong_role() -> None:
     async with worker_pair() as pair:
         gateway = await pair.gateway()
         await gateway.attach(KEY, (reserved := await pair.place(RUNNING)).attach_ticket)
+        await pair.scheduler.idle("prefill-0", 1024)  # its transfer has said its last: nothing of it is late
         job = scheduler_pb2.Prefill(spec=spec_to_wire(late), target=reserved.target)
         for worker_id in ("decode-0", "prefill-0"):
             assert (await pair.release(worker_id, key_of("late"), abort=True)).blocks_freed == 0
@@ -63,6 +64,7 @@ async def test_what_other_readers_say_does_not_count() -> None:
         reader, other = await pair.gateway(), await pair.gateway()
         reader.acks_at_once = other.acks_at_once = False
         ticket = (await pair.place(RUNNING)).attach_ticket
+        await pair.scheduler.idle("prefill-0", 1024)  # its transfer has said its last: nothing of it is late
         await other.attach(KEY, ticket, session=1)
         await other.until(lambda: len(other.ids["running"]) >= 1)
         await reader.attach(KEY, ticket, session=2)

@@ -20,6 +20,7 @@ from scheduler import __main__ as scheduler
 from scheduler.config import SchedulerConfig
 from shared.aio.scope import cancel_and_wait, spawn
 from shared.domain.refusals import RefusedKind
+from shared.engine.build import Engine
 from shared.process import Process, RealClock
 from shared.rpc.channels import ChannelPool
 from shared.rpc.server import serve
@@ -32,8 +33,9 @@ from tests.support.chat import CHAT_PATH, collect, stream_chat
 from tests.support.http_client import open_request
 from tests.support.polling import eventually
 from tests.support.redis_server import CALL_S
-from tests.support.refusals import refused
+from tests.support.refusals import refused, until_refused
 from tests.support.script import counting
+from tests.support.stepped import SteppedExecutor
 from tests.support.worker_pair import scripted_engine
 
 TOKEN = "tapped"
@@ -75,7 +77,8 @@ class Tap(grpc.GenericRpcHandler):
                         await context.write(message)
                 await cancel_and_wait(up)
         except* grpc.aio.AioRpcError:
-            await context.abort(await call.code(), await call.details(), await call.trailing_metadata())
+            trailing = tuple(await call.trailing_metadata() or ())
+            await context.abort(await call.code(), await call.details(), trailing)
         finally:
             self._open[method].remove((context, writing))
             call.cancel()
@@ -112,7 +115,9 @@ def name_of(message: Any) -> str:
 
 
 @asynccontextmanager
-async def tapped_system(folder: Path) -> AsyncGenerator[tuple[Tap, int, Mapping[str, Process]]]:
+async def tapped_system(
+    folder: Path, decode_engine: Engine | None = None
+) -> AsyncGenerator[tuple[Tap, int, Mapping[str, Process]]]:
     """All four roles in this process, with a tap before the scheduler; and the gateway's port."""
     tap, pool, port = Tap(), ChannelPool(TOKEN), ports.gateway_port()
     processes = {
@@ -128,12 +133,19 @@ async def tapped_system(folder: Path) -> AsyncGenerator[tuple[Tap, int, Mapping[
                 lambda made: made.add_generic_rpc_handlers((tap,)), host="127.0.0.1", port=0, token=TOKEN, services=()
             )
         )
-        common: dict[str, Any] = {"cluster_token": TOKEN, "redis_url": valkey.url, "drain_timeout_s": 5.0}
+        common: dict[str, Any] = {
+            "cluster_token": TOKEN,
+            "redis_url": valkey.url,
+            "redis_timeout_s": CALL_S,
+            "drain_timeout_s": 5.0,
+        }
         peers = {**common, "scheduler": server.address, "scripted": True}
-        engines = scripted_engine(1024), scripted_engine(1024)
+        # Everybody here lives; a machine that stands still for some seconds must not make the scheduler think otherwise.
+        patient = {"lease_absent_s": 0.0, "worker_lost_s": 120.0, "step_stall_s": 120.0, "gateway_grace_s": 120.0}
+        engines = scripted_engine(1024), decode_engine or scripted_engine(1024)
         mains = {
             "scheduler": scheduler.main(
-                processes["scheduler"], SchedulerConfig.model_validate({**common, "port": 0, "lease_absent_s": 0.0})
+                processes["scheduler"], SchedulerConfig.model_validate({**common, **patient, "port": 0})
             ),
             "prefill": prefill.run_worker(
                 processes["prefill"], PrefillConfig.model_validate({**peers, "port": 0}), engines[0]
@@ -206,9 +218,11 @@ async def test_messages_do_not_grow_with_the_answer(tmp_path: Path) -> None:
 
 async def test_a_replaced_scheduler_is_refused_by_gateway_and_workers(tmp_path: Path) -> None:
     """It stood still, and wakes on streams that are open: it calls an answer cancelled and has both workers drop it."""
-    script = counting(300, step_ms=10)
-    async with tapped_system(tmp_path) as (tap, port, processes):
+    script = counting(300)
+    steps = SteppedExecutor(1024)
+    async with tapped_system(tmp_path, steps.engine) as (tap, port, processes):
         async with open_request(port, "POST", CHAT_PATH, body={**script.body(), "stream": True}) as stream:
+            steps.permit(3)
             record = await collect(stream, until_deltas=3)
             old = tap.epoch - 1
             key = common_pb2.RequestKey(request_id=record.request_id, attempt=1)
@@ -218,6 +232,9 @@ async def test_a_replaced_scheduler_is_refused_by_gateway_and_workers(tmp_path: 
                 await tap.say_to_all(SERVE, scheduler_pb2.ServeDown(scheduler_epoch=old, outcome=outcome)),
                 await tap.say_to_all(SESSION, scheduler_pb2.SessionDown(scheduler_epoch=old, command=abort)),
             ]
+            for name in ("gateway", "prefill", "decode"):
+                await until_refused(processes[name].metrics, RefusedKind.STALE_EPOCH)
+            steps.run_on()
             await collect(stream, record=record)
         counts = {name: refused(process.metrics) for name, process in processes.items()}
 

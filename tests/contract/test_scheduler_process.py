@@ -57,11 +57,17 @@ async def running(
     process = Process("scheduler", "scheduler", RealClock())
     # The workers of these tests send no further heartbeats.
     config = SchedulerConfig(
-        port=0, redis_url=valkey.url, lease_absent_s=0.0, drain_timeout_s=5.0, worker_lost_s=120.0, gateway_grace_s=60.0
+        port=0,
+        redis_url=valkey.url,
+        redis_timeout_s=CALL_S,
+        lease_absent_s=0.0,
+        drain_timeout_s=5.0,
+        worker_lost_s=120.0,
+        gateway_grace_s=60.0,
     )
     async with asyncio.TaskGroup() as group:
         task = group.create_task(main(process, config))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(ANSWER_S):
             while not process.readiness.is_ready:
                 await asyncio.sleep(0.01)
         location = await Leadership(client, RealClock()).find()
@@ -97,7 +103,7 @@ async def started(channel: grpc.aio.Channel, prefill: FakeWorker, decode: FakeWo
 
 async def _status(channel: grpc.aio.Channel) -> scheduler_pb2.StatusReply:
     stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
-    return await stub.Status(scheduler_pb2.StatusRequest())
+    return await stub.Status(scheduler_pb2.StatusRequest(), timeout=ANSWER_S)
 
 
 async def test_a_request_leaves_its_outcome_and_no_live_record(valkey: EmbeddedValkey, client: StateClient) -> None:
@@ -168,7 +174,7 @@ async def test_cancel_by_exactly_the_id_and_by_its_own_client(valkey: EmbeddedVa
         async def cancel(request_id: str, key_hash: str) -> ErrorCode | None:
             asked = scheduler_pb2.CancelRequest(request_id=request_id, key_hash=key_hash, reason="delete")
             try:
-                reply = await stub.Cancel(asked)
+                reply = await stub.Cancel(asked, timeout=ANSWER_S)
             except grpc.aio.AioRpcError as error:
                 return serving_error(error).code
             assert scheduler_pb2.OUTCOME_KIND_CANCELLED == reply.outcome
@@ -190,7 +196,9 @@ async def test_cancel_by_exactly_the_id_and_by_its_own_client(valkey: EmbeddedVa
                 assert scheduler_pb2.OUTCOME_KIND_CANCELLED == (await one.expect("outcome")).outcome.kind
                 await decode.release("abort", blocks_freed=2)
             assert None is cancelling.result()
-            assert ["r-10"] == [each.request_id for each in await RequestStore(client).load_live()]
+            async with asyncio.timeout(ANSWER_S):
+                while ["r-10"] != [each.request_id for each in await RequestStore(client).load_live()]:
+                    await asyncio.sleep(0.01)  # the record follows the answer
             assert (unknown, None) == (await cancel("r-1", "b"), await cancel("r-1", "a"))  # ended, and still its own
             await ten.cancel()
             await ten.expect("outcome")
@@ -239,7 +247,9 @@ async def test_words_that_come_late_twice_or_from_nowhere(valkey: EmbeddedValkey
         await started(channel, prefill, decode)
         async with serve_stream(channel, make_spec()) as gateway:
             await admitted(gateway)
-            await prefill.report(key, prefill_done=scheduler_pb2.PrefillDone())  # nobody has asked it to
+            await prefill.wait_welcome()
+            # Nobody has asked it to, and nobody asks it to before this has been heard.
+            await prefill.wait_acked(await prefill.report(key, prefill_done=scheduler_pb2.PrefillDone()))
             await decode.reserve()
             await prefill.command()
             await gateway.expect("placed")
