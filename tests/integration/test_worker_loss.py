@@ -91,11 +91,10 @@ async def test_decode_worker_killed(fragile: Cluster) -> None:
         prefilling = await stack.enter_async_context(live_uncached(fragile, PREFILLING))
         await wait_for_state(fragile, "prefilling")
         old = await the(fragile, "decode")
-        os.kill(old.live_pid, signal.SIGKILL)
+        with frozen(fragile.process.pid):  # nobody starts another before the truth was told
+            os.kill(old.live_pid, signal.SIGKILL)
+            await eventually(lambda: readyz(fragile), lambda s: s == 503, within_s=ERROR_WITHIN_S, what="not ready")
         async with asyncio.TaskGroup() as group:
-            group.create_task(
-                eventually(lambda: readyz(fragile), lambda s: s == 503, within_s=ERROR_WITHIN_S, what="not ready")
-            )
             for stream, record in zip(decoding, records, strict=True):
                 group.create_task(goes_on(stream, record))
         await wait_for_state(fragile, "prefilling")
