@@ -28,6 +28,10 @@ CROOKED = Script(
     pieces=["a", b"\xc3", b"\xa4", "€uro ", b"\xf0\x9f", b"\x98", b"\x80", "", "b\u2028", "##", "# ", b"\xe2\x82"],
     repeat=2,
 )
+# 4 KiB a token, and more tokens than its outbox and the sockets hold: it cannot end before somebody has read most of it.
+BIG = "0123456789abcdef" * 256
+UNREAD = Script(pieces=[f"{number}:{BIG}" for number in range(3)], repeat=200)
+SMALL_BUFFER = 8_192
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -111,7 +115,14 @@ async def read_text(stream: HttpStream, read: ReadSoFar) -> None:
 @pytest.mark.parametrize("path", [CHAT_PATH, API_PATH])
 async def test_cut_after_each_event_of_one_answer(pair: Cluster, path: str) -> None:
     """One text a connection, the gateways in turn, while the answer is being made."""
-    script = Script(pieces=CROOKED.pieces, repeat=2, step_ms=100)
+    for step_ms in (100, 400, 1_600):  # on a busy machine an answer may be over after a few connections
+        if await num_texts_while_live(pair, Script(pieces=CROOKED.pieces, repeat=2, step_ms=step_ms), path) >= 2:
+            return
+    raise AssertionError("each of three answers was over before it was read on")
+
+
+async def num_texts_while_live(pair: Cluster, script: Script, path: str) -> int:
+    """How many connections an answer was read over, one text each, before its end was known."""
     before = await outcomes(pair)
     async with ask_resumable(pair.port, script, path=path) as (stream, read):
         await read_text(stream, read)
@@ -124,7 +135,7 @@ async def test_cut_after_each_event_of_one_answer(pair: Cluster, path: str) -> N
     async with resume(pair.port, read) as stream:
         await read_on(stream, read)
     check(script, read)
-    assert num_while_live >= 2
+    return num_while_live
 
 
 async def test_a_stop_string_across_a_cut(pair: Cluster) -> None:
@@ -145,9 +156,12 @@ async def test_a_gateway_dies_in_mid_answer(pair: Cluster) -> None:
     """
     before = await outcomes(pair)
     here, there = ports(pair)
-    scripts = [counting(150 + number, step_ms=20) for number in range(4)]
+    scripts = [counting(150, step_ms=20), counting(151, step_ms=20), UNREAD, UNREAD]
     async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(ask_resumable(here, script)) for script in scripts]
+        streams = [
+            await stack.enter_async_context(ask_resumable(here, script, receive_buffer=SMALL_BUFFER))
+            for script in scripts
+        ]
         for stream, read in streams:
             await read_on(stream, read, max_events=4)
         plain = await stack.enter_async_context(live(pair, counting(2_000, step_ms=20)))
@@ -155,9 +169,9 @@ async def test_a_gateway_dies_in_mid_answer(pair: Cluster) -> None:
         unread, forgotten = await stack.enter_async_context(ask_resumable(here, counting(2_000, step_ms=20)))
         await read_on(unread, forgotten, max_events=4)
         os.kill(await gateway_pid(here), signal.SIGKILL)
-        for stream, read in streams:
+        for script, (stream, read) in zip(scripts, streams, strict=True):
             await read_on(stream, read)
-            assert not read.is_over
+            assert not (read.is_over and script is UNREAD)  # the others are by the clock
         await finish_elsewhere(there, [read for _, read in streams])
     for script, (_, read) in zip(scripts, streams, strict=True):
         check(script, read)
@@ -182,9 +196,9 @@ def there_only(pair: Cluster) -> Cluster:
 
 async def test_a_newer_reader_supersedes_the_older(pair: Cluster) -> None:
     """On the same gateway and on the other, in either dialect: the older is told, the newer has the whole answer."""
-    script = counting(120, step_ms=20)
+    script = UNREAD
     for port, path in zip(ports(pair), (CHAT_PATH, API_PATH), strict=True):
-        async with ask_resumable(pair.port, script, path=path) as (stream, older):
+        async with ask_resumable(pair.port, script, path=path, receive_buffer=SMALL_BUFFER) as (stream, older):
             await read_on(stream, older, max_events=5)
             newer = ReadSoFar(request_id=older.request_id)
             async with asyncio.timeout(ANSWER_WITHIN_S), resume(port, newer) as resumed:
@@ -261,8 +275,8 @@ async def test_a_client_that_does_not_come_back(pair: Cluster) -> None:
     clock = asyncio.get_running_loop()
     async with ask_resumable(pair.port, counting(3_000, step_ms=10)) as (stream, read):
         await read_on(stream, read, max_events=3)
+        left_at = clock.time()
         stream.cut()
-    left_at = clock.time()
     await eventually(
         lambda: outcomes(pair),
         lambda now: now.get("cancelled", 0) == before.get("cancelled", 0) + 1,
@@ -291,13 +305,13 @@ async def test_a_deadline_goes_along(pair: Cluster) -> None:
 async def test_delete_is_at_once(pair: Cluster) -> None:
     """By either path, on the gateway that does not serve it; the reader is told, and a later one too."""
     for path in ("/v1/streams/", "/v1/requests/"):
-        async with ask_resumable(pair.port, counting(3_000, step_ms=10)) as (stream, read):
+        async with ask_resumable(pair.port, counting(3_000, step_ms=20)) as (stream, read):
             await read_on(stream, read, max_events=3)
-            async with asyncio.timeout(20):  # left alone it lasts for 30 s
+            async with asyncio.timeout(40):  # left alone it lasts for 60 s
                 answer = await exchange(pair.port + 1, "DELETE", path + read.request_id)
                 await read_on(stream, read)
-        assert (200, "cancelled") == (answer.status, answer.json()["outcome"])
-        assert "cancelled" == read.error
+        assert answer.status in (200, 202), answer.body  # 202 where the blocks are free only after 2 s
+        assert "cancelled" == answer.json()["outcome"] == read.error
         later = ReadSoFar(request_id=read.request_id)
         async with resume(pair.port, later) as late:
             await read_on(late, later)

@@ -65,13 +65,20 @@ class ReadSoFar:
 
 @asynccontextmanager
 async def ask_resumable(
-    port: int, script: Script, *, path: str = CHAT_PATH, headers: Mapping[str, str] | None = None, **parameters: Any
+    port: int,
+    script: Script,
+    *,
+    path: str = CHAT_PATH,
+    headers: Mapping[str, str] | None = None,
+    receive_buffer: int | None = None,
+    **parameters: Any,
 ) -> AsyncGenerator[tuple[HttpStream, ReadSoFar]]:
-    """The first connection of an answer."""
+    """The first connection of an answer. `receive_buffer` as for `open_request`."""
     body = {**script.body(), "resumable": True, **parameters}
     if path == CHAT_PATH:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    async with open_request(port, "POST", path, body=body, headers={**EVENTS, **(headers or {})}) as stream:
+    sent = {**EVENTS, **(headers or {})}
+    async with open_request(port, "POST", path, body=body, headers=sent, receive_buffer=receive_buffer) as stream:
         assert 200 == stream.status, await stream.read_body()
         yield stream, ReadSoFar(request_id=stream.headers["x-firsttoken-request"])
 
