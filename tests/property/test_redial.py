@@ -166,9 +166,7 @@ async def test_a_worker_dials_again_whatever_has_gone_wrong(seed: int, monkeypat
         running = spawn(group, session.run(), name="session")
         async with asyncio.timeout(120):
             await scheduler.is_whole.wait()
-            while (
-                not session.is_established
-            ):  # the scheduler has heard a heartbeat; the welcome may still be on its way
+            while not session.is_established:  # the welcome may be on its way when the heartbeat has come
                 await asyncio.sleep(0.005)
         await cancel_and_wait(running)
     await channels.close()
