@@ -65,9 +65,16 @@ def load_kernels(report: Callable[[str], None] | None = None) -> Any:
 
 def _drop_old(versions: Path) -> None:
     """A process that has loaded its kernels needs their files no more."""
-    by_age = sorted(versions.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
+    by_age = sorted(versions.iterdir(), key=_changed_at, reverse=True)
     for old in by_age[_MOST_VERSIONS:]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _changed_at(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:  # another process that starts now has dropped it
+        return 0.0
 
 
 def num_compiled() -> int:

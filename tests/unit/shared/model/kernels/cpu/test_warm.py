@@ -1,10 +1,13 @@
 """Compiled kernels are loaded from the cache by every process after the first."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from shared.model.kernels.cpu import warm
 from shared.model.kernels.cpu.warm import cache_folder, load_kernels
 
 _PROGRAM = """
@@ -29,3 +32,13 @@ def test_once_a_process() -> None:
     assert load_kernels() is load_kernels()
     assert cache_folder() == cache_folder()
     assert any(cache_folder().rglob("*.nbc"))
+
+
+def test_old_versions_go_also_while_others_drop_them(tmp_path: Path) -> None:
+    """The newest stay. One that is gone between the list and the look at it ends no start of a worker."""
+    for age in range(12):
+        (tmp_path / str(age)).mkdir()
+        os.utime(tmp_path / str(age), (1000 - age, 1000 - age))
+    (tmp_path / "gone").symlink_to(tmp_path / "nothing")  # listed, and then not there
+    warm._drop_old(tmp_path)  # pyright: ignore[reportPrivateUsage]
+    assert {str(age) for age in range(8)} == {each.name for each in tmp_path.iterdir() if each.exists()}
