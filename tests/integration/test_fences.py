@@ -25,8 +25,11 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module", params=["shm", "grpc"])
 def pairs_system(request: pytest.FixtureRequest) -> Generator[Cluster]:
-    """Two workers a role; the work of one that stands still for two seconds is given away."""
-    plan = ClusterPlan().scripted().prefill(2).decode(2).setting("worker_lost_s", 2)
+    """Two workers a role; the work of one that stands still for four seconds is given away.
+
+    No sooner: one that is only held up by a busy machine would be the second that the request is lost with.
+    """
+    plan = ClusterPlan().scripted().prefill(2).decode(2).setting("worker_lost_s", 4)
     with plan.setting("transports", request.param).start() as cluster:
         yield cluster
 
@@ -67,7 +70,7 @@ def check(script: Script, record: ChatRecord) -> None:
 async def test_a_decode_worker_wakes_up_in_mid_answer(pairs: Cluster) -> None:
     """Its streams have gone on elsewhere: what it still makes is in no answer, and what it holds it gives back."""
     before = await outcomes(pairs)
-    scripts = [counting(200 + number, step_ms=20) for number in range(6)]
+    scripts = [counting(300 + number, step_ms=20) for number in range(6)]
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(live(pairs, script)) for script in scripts]
         records = [await collect(stream, until_deltas=3) for stream in streams]
