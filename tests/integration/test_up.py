@@ -50,11 +50,11 @@ async def test_ctrl_c_under_load_drains() -> None:
         tasks = [group.create_task(stream_chat(cluster.port, script.body())) for _ in range(5)]
         await wait_for_state(cluster, "decoding", 5)
         cluster.interrupt()
-        await eventually(lambda: refusal(cluster), lambda refused: refused, within_s=5.0, what="new requests refused")
+        await eventually(lambda: refusal(cluster), lambda refused: refused, within_s=40.0, what="new requests refused")
         assert not any(task.done() for task in tasks), "the streams had ended before the refusal was seen"
     assert [(script.text(), "stop")] * 5 == [(task.result().text, task.result().finish_reason) for task in tasks]
     assert 0 == await asyncio.to_thread(cluster.process.wait, 40)
-    cluster.wait_gone(within_s=20.0)
+    cluster.wait_gone(within_s=40.0)
 
 
 async def refusal(cluster: Cluster) -> bool:
@@ -68,14 +68,14 @@ async def refusal(cluster: Cluster) -> bool:
 
 async def test_a_second_ctrl_c_does_not_wait() -> None:
     """Whoever presses it twice wants it to end now; still no process is left."""
-    cluster = ClusterPlan().scripted().launch()
+    cluster = ClusterPlan().scripted().setting("drain_timeout_s", 120).launch()
     async with live(cluster, long_decode()) as stream:
         await collect(stream, until_deltas=2)
         cluster.interrupt()
-        await eventually(lambda: refusal(cluster), lambda refused: refused, within_s=10.0, what="draining")
+        await eventually(lambda: refusal(cluster), lambda refused: refused, within_s=40.0, what="draining")
         cluster.interrupt()
-        await asyncio.to_thread(cluster.process.wait, 12)  # the drain alone lasts 30 s
-    cluster.wait_gone(within_s=20.0)
+        await asyncio.to_thread(cluster.process.wait, 40)  # the drain alone lasts two minutes
+    cluster.wait_gone(within_s=40.0)
 
 
 async def test_kill_9_of_up_leaves_no_process() -> None:
@@ -85,8 +85,8 @@ async def test_kill_9_of_up_leaves_no_process() -> None:
         await collect(stream, until_deltas=2)
         assert len(cluster.pids()) >= 6
         os.kill(cluster.process.pid, signal.SIGKILL)
-        await asyncio.to_thread(cluster.process.wait, 20)
-    cluster.wait_gone(within_s=20.0)
+        await asyncio.to_thread(cluster.process.wait, 40)
+    cluster.wait_gone(within_s=40.0)
 
 
 async def test_a_dead_child_is_restarted_and_named(cluster: Cluster) -> None:
@@ -199,7 +199,7 @@ async def test_no_text_in_any_log(cluster: Cluster) -> None:
 
     asked = (record.request_id, failed.request_id)
     logged = await eventually(  # a line is written when the scheduler has told the end, after the client's
-        logs, lambda text: all(request_id in text for request_id in asked), within_s=20.0, what="both are logged"
+        logs, lambda text: all(request_id in text for request_id in asked), within_s=60.0, what="both are logged"
     )
     assert secret not in logged
     assert "w1 " not in logged
