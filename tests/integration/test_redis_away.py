@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -9,17 +10,21 @@ from shared.domain.ids import RequestId
 from shared.state.keys import KEY_HASH_FIELD, cancel_key, request_key
 from tests.support import leaks
 from tests.support.cancelling import live, long_decode, outcomes, wait_blocks_free, wait_outcomes
-from tests.support.chat import CHAT_PATH, ask, collect, stream_chat
+from tests.support.chat import CHAT_PATH, ChatRecord, ask, collect
 from tests.support.cluster import Cluster, ClusterPlan
-from tests.support.http_client import HttpAnswer, exchange
+from tests.support.http_client import HttpAnswer, HttpStream, exchange
 from tests.support.polling import eventually
 from tests.support.redis_server import RedisServer, moving_address, own_redis
-from tests.support.script import counting
+from tests.support.script import Script, counting
 
-REFUSED_WITHIN_S = 8.0
+REFUSED_WITHIN_S = 40.0  # Redis stays away until the refusal is there: only a hang takes so long
 BACK_WITHIN_S = 60.0
 KEY_PREFIX = "firsttoken:1:"
+CANCELS = f"{KEY_PREFIX}cancels"
 GAP_S = 3.0
+# A Redis that is there may be late on a busy machine: half a second, as it is else, is too short for that.
+PLAN = ClusterPlan().scripted().setting("redis_timeout_s", 2)
+FORGOTTEN = "known-until-the-restart"
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -33,7 +38,7 @@ def redis_server() -> Generator[RedisServer]:
 @pytest.fixture(scope="module")
 def system(redis_server: RedisServer) -> Generator[Cluster]:
     """A system on that store."""
-    with ClusterPlan().scripted().redis_url(redis_server.url).start() as cluster:
+    with PLAN.redis_url(redis_server.url).start() as cluster:
         yield cluster
 
 
@@ -69,8 +74,9 @@ OUTAGES: dict[str, tuple[Callable[[RedisServer], None], Callable[[RedisServer], 
 async def test_running_streams_go_on_and_new_requests_are_refused(
     cluster: Cluster, redis_server: RedisServer, outage: str
 ) -> None:
-    """A stream across the outage is exact; refusals are soon; cancel works without Redis; afterwards all is as before."""
+    """A stream across the outage is exact; others are refused in it; cancel works without Redis; afterwards all is as before."""
     take_away, bring_back = OUTAGES[outage]
+    before = await outcomes(cluster)
     script = counting(450, step_ms=20)
     async with live(cluster, script) as stream, live(cluster, long_decode()) as doomed:
         record = await collect(stream, until_deltas=3)
@@ -85,9 +91,9 @@ async def test_running_streams_go_on_and_new_requests_are_refused(
             assert int(answer.headers["retry-after"]) >= 1
             doomed.cut()
             await eventually(
-                cluster.status,
-                lambda status: status.requests.get("decoding", 0) == 1,
-                within_s=8.0,
+                lambda: outcomes(cluster),
+                lambda now: now["cancelled"] == before["cancelled"] + 1,
+                within_s=40.0,
                 what="the cancelled stream has ended without Redis",
             )
             await collect(stream, until_deltas=len(record.deltas) + 30, record=record)
@@ -107,10 +113,12 @@ async def test_live_records_are_written_again(cluster: Cluster, redis_server: Re
         await collect(stream, until_deltas=2)
         request_id = stream.headers["x-firsttoken-request"]
         key = f"{KEY_PREFIX}request:{{{request_id}}}"
+        with redis_server.client as client:
+            client.set(FORGOTTEN, "x")
         redis_server.kill()
         redis_server.start()
         with redis_server.client as client:
-            assert not client.exists(key)
+            assert not client.exists(FORGOTTEN)  # the record itself may be back already
 
             async def state() -> str | None:
                 return client.hget(key, "state")
@@ -130,12 +138,13 @@ async def test_a_failover_to_another_server_that_is_empty() -> None:
         own_redis() as old,
         own_redis() as new,
         moving_address(old) as address,
-        ClusterPlan().scripted().redis_url(address.url).start() as cluster,
+        PLAN.redis_url(address.url).start() as cluster,
     ):
         await ask(cluster.port, counting(2).body())
         baseline = await leaks.capture(cluster)
-        async with live(cluster, script) as stream:
+        async with live(cluster, script) as stream, live(cluster, long_decode()) as lasting:
             record = await collect(stream, until_deltas=3)
+            await collect(lasting, until_deltas=2)
             with old.client as client:
                 client.replicaof("127.0.0.1", new.port)
             await eventually(
@@ -149,16 +158,23 @@ async def test_a_failover_to_another_server_that_is_empty() -> None:
             await eventually(
                 lambda: question(cluster), lambda a: a.status == 200, within_s=BACK_WITHIN_S, what="served again"
             )
-            key = f"{KEY_PREFIX}request:{{{record.request_id}}}"
             with new.client as client:
 
-                async def state() -> str | None:
-                    return client.hget(key, "state")
+                async def state_of(running: HttpStream) -> str | None:
+                    return client.hget(request_key(RequestId(running.headers["x-firsttoken-request"])), "state")
 
-                await eventually(state, lambda s: s == "decoding", within_s=BACK_WITHIN_S, what="the record is there")
+                await eventually(
+                    lambda: state_of(lasting),
+                    lambda s: s == "decoding",
+                    within_s=BACK_WITHIN_S,
+                    what="the record is there",
+                )
                 old.kill()
                 await collect(stream, record=record)
-                await eventually(state, lambda s: s == "finished", within_s=BACK_WITHIN_S, what="and its outcome")
+                await eventually(
+                    lambda: state_of(stream), lambda s: s == "finished", within_s=BACK_WITHIN_S, what="an outcome, too"
+                )
+                lasting.cut()
         assert (script.text(), "stop", None) == (record.text, record.finish_reason, record.error)
         await cluster.wait_ready(within_s=BACK_WITHIN_S)
         await leaks.assert_no_leaks(cluster, baseline)
@@ -197,24 +213,31 @@ async def test_a_stored_cancel_mark_is_found_after_a_gap(cluster: Cluster, redis
         record = await collect(stream, until_deltas=2)
         request_id = RequestId(record.request_id)
         with redis_server.client as client:
+
+            async def num_subscribers() -> int:
+                return client.execute_command("PUBSUB", "NUMSUB", CANCELS)[1]
+
+            await eventually(  # a server that was started a moment ago may have none yet
+                num_subscribers, lambda count: count > 0, within_s=30.0, what="the scheduler listens"
+            )
             owner = client.hget(request_key(request_id), KEY_HASH_FIELD)
             client.execute_command("ACL", "SETUSER", "default", "-subscribe")
             try:
                 assert client.execute_command("CLIENT", "KILL", "TYPE", "pubsub") >= 1
                 ends_at = asyncio.get_running_loop().time() + GAP_S
                 client.set(cancel_key(request_id, owner), "delete", px=60_000)
-                assert 0 == client.publish(f"{KEY_PREFIX}cancels", record.request_id)
+                assert 0 == client.publish(CANCELS, record.request_id)
                 while asyncio.get_running_loop().time() < ends_at:
                     await collect(stream, until_deltas=len(record.deltas) + 1, record=record)
                 assert record.error is None
             finally:
                 client.execute_command("ACL", "SETUSER", "default", "+subscribe")
-            async with asyncio.timeout(20.0):
+            async with asyncio.timeout(60.0):
                 await collect(stream, record=record)
-            client.publish(f"{KEY_PREFIX}cancels", record.request_id)
+            client.publish(CANCELS, record.request_id)
     assert record.error is not None
     assert "cancelled" == record.error["code"]
-    await wait_blocks_free(cluster, within_s=20.0)
+    await wait_blocks_free(cluster, within_s=40.0)
     await wait_outcomes(cluster, before, cancelled=1)
 
 
@@ -230,18 +253,20 @@ async def test_an_evicting_redis_is_refused() -> None:
 async def test_a_crowd_across_an_outage(cluster: Cluster, redis_server: RedisServer) -> None:
     """Twenty streams while Redis freezes for as long as they run: every text exact."""
     scripts = [counting(250 + i, step_ms=20) for i in range(20)]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(stream_chat(cluster.port, script.body())) for script in scripts]
-        await eventually(
-            cluster.status,
-            lambda status: status.requests.get("decoding", 0) == 20,
-            within_s=40.0,
-            what="all streams decode",
-        )
+    async with AsyncExitStack() as stack:
+
+        async def begin(script: Script) -> tuple[HttpStream, ChatRecord]:
+            stream = await stack.enter_async_context(live(cluster, script))
+            return stream, await collect(stream, until_deltas=2)
+
+        async with asyncio.TaskGroup() as group:
+            beginning = [group.create_task(begin(script)) for script in scripts]
+        begun = [task.result() for task in beginning]
         redis_server.pause()
         try:
-            for task in tasks:
-                await task
+            async with asyncio.TaskGroup() as group:
+                for stream, record in begun:
+                    group.create_task(collect(stream, record=record))
         finally:
             redis_server.resume()
-    assert [script.text() for script in scripts] == [task.result().text for task in tasks]
+    assert [script.text() for script in scripts] == [record.text for _, record in begun]
