@@ -26,8 +26,8 @@ from tests.support.script import Script, counting, padded
 
 WAYS = ("reset", "close", "delete")
 CHUNK_TOKENS = 64
-FREE_WITHIN_S = 10.0  # on a busy machine; how soon it is on an idle one, `make bench` measures
-PREFILLING = padded(["x"], num_prompt_tokens=1_000, prefill_ms=15_000)
+FREE_WITHIN_S = 30.0  # on a busy machine; how soon it is on an idle one, `make bench` measures
+PREFILLING = padded(["x"], num_prompt_tokens=3_000, prefill_ms=45_000)
 
 
 @asynccontextmanager
@@ -47,8 +47,9 @@ async def held_in(cluster: Cluster, state: str) -> AsyncGenerator[HttpStream]:
                 stream = await stack.enter_async_context(live(cluster, long_decode(step_ms=50)))
                 await collect(stream, until_deltas=3)
             case _:  # the last step: the end token is being computed
-                stream = await stack.enter_async_context(live(cluster, counting(2, step_ms=1_000)))
-                await collect(stream, until_deltas=2)
+                stream = await stack.enter_async_context(live(cluster, counting(1, step_ms=3_000)))
+                await collect(stream, until_deltas=1)  # made by prefill: the only step is the last one
+                await wait_for_state(cluster, "decoding")
         yield stream
 
 
@@ -93,10 +94,10 @@ async def test_a_client_that_waits_for_a_whole_answer_goes_away(cluster: Cluster
 
 async def test_a_dead_prompt_does_not_delay_the_next(cluster: Cluster) -> None:
     """CAN-02: once the scheduler knows of the cancel, prefill ends the chunk under way (and the one that began while its
-    Abort was on the way), not the other forty of twenty seconds; then a short request has its turn.
+    Abort was on the way), not the other forty of a minute; then a short request has its turn.
     """
     name = "firsttoken_tokens_computed_total"
-    async with live_uncached(cluster, padded(["x"], num_prompt_tokens=3_000, prefill_ms=20_000)) as stream:
+    async with live_uncached(cluster, padded(["x"], num_prompt_tokens=3_000, prefill_ms=60_000)) as stream:
         await wait_for_state(cluster, "prefilling")
         stream.cut()
         await eventually(cluster.status, lambda s: not s.requests["prefilling"], within_s=60.0, what="it is cancelled")
@@ -133,11 +134,14 @@ async def test_delete_again_and_by_part_of_an_id(cluster: Cluster) -> None:
         for part in (request_id[:-1], request_id[:3], request_id + "0"):
             assert 404 == (await cluster.delete(part)).status
         first = await cluster.delete(f"chatcmpl-{request_id}")
-        second = await cluster.delete(request_id)
+        again = await eventually(  # 202 where the blocks are free only after 2 s
+            lambda: cluster.delete(request_id), lambda answer: answer.status != 202, within_s=30.0, what="all is free"
+        )
         record = await collect(other)
 
-    assert [200, 200] == [first.status, second.status]
-    assert first.json()["blocks_freed"] > 0
+    assert first.status in (200, 202), first.body
+    assert ("cancelled", 200, "cancelled") == (first.json()["outcome"], again.status, again.json()["outcome"])
+    assert again.json()["blocks_freed"] > 0
     assert counting(60).text() == record.text
 
 

@@ -139,12 +139,21 @@ async def wasted(cluster: Cluster) -> Counter[tuple[str, str]]:
 
 
 async def check_records(cluster: Cluster, request_ids: Sequence[str], state: str) -> None:
-    """Each has its end in Redis, with a time to live."""
+    """Each has its end in Redis, with a time to live; it is written when it has been told."""
     redis = (await cluster.status()).one("redis")
     with connect(f"redis://{redis.address}/0") as client:
-        for request_id in request_ids:
+
+        async def record(request_id: str) -> tuple[str | None, bool]:
             key = f"firsttoken:1:request:{{{request_id}}}"
-            assert (state, True) == (client.hget(key, "state"), client.ttl(key) > 0), request_id
+            return client.hget(key, "state"), client.ttl(key) > 0
+
+        for request_id in request_ids:
+            await eventually(
+                lambda request_id=request_id: record(request_id),
+                lambda found: found == (state, True),
+                within_s=ENDED_WITHIN_S,
+                what=f"{request_id} is {state}, with a time to live",
+            )
 
 
 async def test_a_crowd_at_one_stage(swept: Cluster, stage: str, cause: str, sweep: int) -> None:

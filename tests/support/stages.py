@@ -119,7 +119,7 @@ async def held_at(cluster: Cluster, stage: str, num: int, *, port: int, **parame
                 for stream in streams:
                     await collect(stream, until_deltas=1)
             case _:  # each is to be cancelled by itself when its end token is being computed
-                await begin(counting(2, step_ms=2_000))
+                await begin(counting(2, step_ms=3_000))
         num_others = NUM_FILLERS if stage == "queued" else 0
         yield Held(
             streams=streams,
