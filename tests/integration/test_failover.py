@@ -76,7 +76,7 @@ async def test_a_decode_worker_dies_in_mid_answer(pairs: Cluster) -> None:
     """Of several streams, on both workers: all go on, token for token, with one outcome each."""
     before, requeued = await outcomes(pairs), await num_requeued(pairs, "worker_lost")
     replayed = await num_replayed(pairs)
-    scripts = [counting(150 + number, step_ms=20) for number in range(8)]
+    scripts = [counting(250 + number, step_ms=20) for number in range(8)]
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(live(pairs, script, **USAGE)) for script in scripts]
         records = [await collect(stream, until_deltas=3) for stream in streams]
@@ -150,8 +150,8 @@ async def the_holder(cluster: Cluster, role: str, killed: Sequence[int]) -> int:
 
 async def test_whole_answers_and_stop_strings_outlive_a_worker(pairs: Cluster) -> None:
     """A stop string that began before the loss is complete after it; a whole answer has one body."""
-    whole = counting(250, step_ms=20)
-    stopped = Script(pieces=["a", "#", "#", *["-"] * 220, "#", "#", "#", *["b"] * 50], step_ms=20)
+    whole = counting(400, step_ms=20)
+    stopped = Script(pieces=["a", "#", "#", *["-"] * 370, "#", "#", "#", *["b"] * 50], step_ms=20)
     async with asyncio.timeout(ANSWER_WITHIN_S), asyncio.TaskGroup() as group:
         answers = [group.create_task(ask(pairs.port, whole.body())) for _ in range(3)]
         stops = [group.create_task(stream_chat(pairs.port, stopped.body(stop=["###"]))) for _ in range(3)]
@@ -160,7 +160,7 @@ async def test_whole_answers_and_stop_strings_outlive_a_worker(pairs: Cluster) -
     for answer in answers:
         assert whole.text() == answer.result()["choices"][0]["message"]["content"]
     for stop in stops:
-        assert ("a##" + "-" * 220, "stop") == (stop.result().text, stop.result().finish_reason)
+        assert ("a##" + "-" * 370, "stop") == (stop.result().text, stop.result().finish_reason)
 
 
 async def test_a_slow_reader_over_a_loss(pairs: Cluster) -> None:
@@ -208,7 +208,7 @@ async def test_more_streams_than_the_pool_can_hold(small_system: Cluster) -> Non
     await ask(cluster.port, counting(3).body())
     baseline = await leaks.capture(cluster)
     scripts: Sequence[Script] = [
-        padded([f"{number}-{i} " for i in range(100)], num_prompt_tokens=1_300, repeat=6, step_ms=1)
+        padded([f"{number}-{i} " for i in range(100)], num_prompt_tokens=1_300, repeat=6, step_ms=3)
         for number in range(20)
     ]
     async with asyncio.timeout(2 * ANSWER_WITHIN_S), asyncio.TaskGroup() as group:
