@@ -19,6 +19,7 @@ from tests.support.resuming import ReadSoFar, ask_resumable, read_on, resume
 from tests.support.script import counting
 
 ANSWER_WITHIN_S = 120.0
+STEP_MS = 20
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -32,7 +33,9 @@ def redis_server() -> Generator[RedisServer]:
 @pytest.fixture(scope="module")
 def system(redis_server: RedisServer) -> Generator[Cluster]:
     """Two gateways on it."""
-    with ClusterPlan().scripted().gateways(2).redis_url(redis_server.url).start() as cluster:
+    # A Redis that is there may be late on a busy machine: half a second, as it is else, is too short for that.
+    plan = ClusterPlan().scripted().gateways(2).setting("redis_timeout_s", 2)
+    with plan.redis_url(redis_server.url).start() as cluster:
         yield cluster
 
 
@@ -87,7 +90,8 @@ async def test_what_the_store_lacks_of_a_lost_gateway_comes_all_the_same(
     """Shown while Redis took no writes. Decode has kept some of it for the next reader; so much more was acknowledged
     that the log ends before what decode still holds.
     """
-    script = counting(200, step_ms=20)  # all of it has room in the outbox: nothing is parked and preempted
+    script = counting(200, step_ms=STEP_MS)  # all of it has room in the outbox: nothing is parked and preempted
+    asked_at = time.monotonic()
     async with asyncio.timeout(ANSWER_WITHIN_S):
         async with ask_resumable(cluster.port, script) as (stream, read):
             await read_on(stream, read, max_events=5)
@@ -97,7 +101,7 @@ async def test_what_the_store_lacks_of_a_lost_gateway_comes_all_the_same(
             await read_on(stream, read, max_events=num_lacking)
             lost = (await cluster.gateways())[0].live_pid
             os.kill(lost, signal.SIGKILL)
-            lost_after_s = time.monotonic() - is_behind_at
+            lost_at = time.monotonic()
             await read_on(stream, read)
         await processes.wait_gone(lost)
         with redis_server.client as client:
@@ -106,7 +110,9 @@ async def test_what_the_store_lacks_of_a_lost_gateway_comes_all_the_same(
             await read_on(resumed, read)
     assert (None, script.text(), "stop") == (read.error, read.text, read.finish_reason)
     assert 201 == (read.usage or {})["completion_tokens"]
-    is_kept = num_lacking <= MAX_HELD_TOKENS and lost_after_s < HOLD_S
+    # How much it really was on a busy machine: what has been made since the question is more than what the log lacks.
+    max_lacking = max(num_lacking, (lost_at - asked_at) * 1_000 / STEP_MS)
+    is_kept = max_lacking <= MAX_HELD_TOKENS and lost_at - is_behind_at < HOLD_S
     assert (await num_attempts(cluster, read.request_id) == 1) or not is_kept
 
 

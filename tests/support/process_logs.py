@@ -12,7 +12,8 @@ async def logged(cluster: Cluster, child_id: str, event: str, request_id: str) -
     """The lines of one process, by the event's name."""
     folder = cluster.log_folder
     assert folder is not None
-    lines = (await asyncio.to_thread((folder / f"{child_id}.log").read_text)).splitlines()
+    text = await asyncio.to_thread((folder / f"{child_id}.log").read_text)
+    lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be in the middle of being written
     said = [json.loads(line) for line in lines if request_id in line]
     return [line for line in said if line["event"] == event]
 
