@@ -13,6 +13,7 @@ import pytest
 from gateway.answer import CONNECTION_EXTENSION, Answer, ClientLink, Frame, Head
 from gateway.server import (
     HIGH_WATER_BYTES,
+    IDLE_CONNECTION_S,
     KERNEL_SEND_BUFFER_BYTES,
     MAX_HEAD_BYTES,
     ClientConnection,
@@ -22,6 +23,7 @@ from shared.obs.admin import bind
 from shared.process import RealClock
 from tests.support.chat import CHAT_PATH, collect
 from tests.support.gateway_app import RunningGateway, running_gateway, the_request, until, until_idle
+from tests.support.hand_timers import HandTimers
 from tests.support.http_client import HttpAnswer, HttpStream, open_request
 from tests.support.script import counting
 
@@ -185,15 +187,26 @@ async def test_an_offered_upgrade_is_declined_and_the_request_served(cut: int | 
     assert {counting(2).text()} == {answer.json()["choices"][0]["message"]["content"] for answer in answers}
 
 
+def head_bytes(running: RunningGateway) -> list[int]:
+    """Of each connection: how much of an unfinished head the server has read."""
+    connections: Any = running.server.server_state.connections
+    return [connection._num_head_bytes for connection in connections]
+
+
 @pytest.mark.parametrize("data", [b"", b"GET /v1/mod", b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-A: b"])
 async def test_a_request_that_does_not_end_closes_its_connection(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     """Nobody holds a socket for ever by sending half a head; after an answer it counts anew."""
-    monkeypatch.setattr("gateway.server.IDLE_CONNECTION_S", 0.1)
+    timers = HandTimers(monkeypatch, from_s=IDLE_CONNECTION_S)
     whole = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     async with running_gateway() as running, sending(running, whole + data) as stream:
         answer = await read_answer(stream)
+        timers.ring(IDLE_CONNECTION_S)
         assert await stream.is_at_end()
     async with running_gateway() as running, sending(running, data) as stream:
+        async with asyncio.timeout(30):  # a connection that is closed with something unread is reset
+            while [len(data)] != head_bytes(running):
+                await asyncio.sleep(0.001)
+        timers.ring(IDLE_CONNECTION_S)
         assert await stream.is_at_end()
 
     assert 200 == answer.status

@@ -1,5 +1,6 @@
 """Requests whose time is over: what their client hears, and what the scheduler is told."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -8,39 +9,46 @@ from shared.domain.lifecycle import deadline_exceeded
 from shared.domain.request import CancelReason
 from tests.support.chat import CHAT_PATH, collect
 from tests.support.fake_backend import FakeBackend
-from tests.support.gateway_app import running_gateway, the_request, until, until_idle
+from tests.support.gateway_app import WAIT_S, running_gateway, the_request, until, until_idle
+from tests.support.hand_timers import HandTimers
 from tests.support.http_client import exchange, open_request
 from tests.support.script import Script, counting
 
 IN_TIME_S = 0.3
-TOKENS_IN_TIME_S = 1.5  # the first tokens come before it, also on a busy machine
-SOME_TIME_S = 2.0  # enough for a request to get to work, on a busy machine too
+ITS_TIME_S = 3000.0  # over when the test says so: the request is at work by then, however slow the machine
 
 
-async def test_a_whole_answer_that_is_late_is_a_504() -> None:
+async def test_a_whole_answer_that_is_late_is_a_504(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the scheduler does; it hears of the deadline at the start and when it has passed."""
     backend = FakeBackend()
     backend.max_tokens_out = 2
-    async with running_gateway(backend) as running:
-        body = {**counting(8).body(), "timeout": SOME_TIME_S}
-        answer = await exchange(running.port, "POST", CHAT_PATH, body=body)
+    timers = HandTimers(monkeypatch, from_s=ITS_TIME_S)
+    async with running_gateway(backend) as running, asyncio.TaskGroup() as group:
+        body = {**counting(8).body(), "timeout": ITS_TIME_S}
+        asking = group.create_task(exchange(running.port, "POST", CHAT_PATH, body=body))
         request = await the_request(running)
+        await until(request, lambda seen: seen.acked == 2)
+        timers.ring(ITS_TIME_S)
+        answer = await asking
         await until_idle(running)
 
     assert (504, "timeout") == (answer.status, answer.json()["error"]["code"])
     assert ["deadline"] == request.cancel_reasons
-    assert 0 < request.starts[0].timeout_ms <= SOME_TIME_S * 1000
+    assert 0 < request.starts[0].timeout_ms <= ITS_TIME_S * 1000
 
 
-async def test_a_stream_that_is_late_ends_with_the_error_behind_its_text() -> None:
+async def test_a_stream_that_is_late_ends_with_the_error_behind_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the header; no finish reason, then [DONE]."""
     backend = FakeBackend()
     backend.max_tokens_out = 2
     script = counting(8)
+    timers = HandTimers(monkeypatch, from_s=ITS_TIME_S)
     async with running_gateway(backend) as running:
         options: dict[str, Any] = {"body": {**script.body(), "stream": True}}
-        headers = {"X-Request-Timeout": str(SOME_TIME_S)}
+        headers = {"X-Request-Timeout": str(ITS_TIME_S)}
         async with open_request(running.port, "POST", CHAT_PATH, headers=headers, **options) as stream:
+            await until(await the_request(running), lambda seen: seen.acked == 2)
+            timers.ring(ITS_TIME_S)
             record = await collect(stream)
 
     assert (200, script.text(2)) == (stream.status, record.text)
@@ -68,13 +76,21 @@ async def test_without_a_scheduler_nobody_waits_longer() -> None:
     assert (504, "timeout") == (answer.status, answer.json()["error"]["code"])
 
 
-async def test_several_answers_are_late_together() -> None:
+async def test_several_answers_are_late_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """One error for all."""
     backend = FakeBackend()
     backend.max_tokens_out = 2
-    async with running_gateway(backend) as running:
-        body = {**counting(8).body(), "n": 2, "timeout": SOME_TIME_S}
-        answer = await exchange(running.port, "POST", CHAT_PATH, body=body)
+    timers = HandTimers(monkeypatch, from_s=ITS_TIME_S)
+    async with running_gateway(backend) as running, asyncio.TaskGroup() as group:
+        body = {**counting(8).body(), "n": 2, "timeout": ITS_TIME_S}
+        asking = group.create_task(exchange(running.port, "POST", CHAT_PATH, body=body))
+        async with asyncio.timeout(WAIT_S):
+            while len(backend.requests) < 2:
+                await asyncio.sleep(0.001)
+        for request in backend.requests.values():
+            await until(request, lambda seen: seen.acked == 2)
+        timers.ring(ITS_TIME_S)
+        answer = await asking
         await until_idle(running)
 
     assert (504, "timeout") == (answer.status, answer.json()["error"]["code"])

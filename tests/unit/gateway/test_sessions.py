@@ -10,6 +10,7 @@ from shared.domain.errors import ErrorCode, ServingError
 from tests.support.chat import CHAT_PATH, collect, stream_chat
 from tests.support.fake_backend import FakeBackend
 from tests.support.gateway_app import running_gateway, until_idle
+from tests.support.hand_timers import HandTimers
 from tests.support.http_client import exchange, open_request
 from tests.support.script import Script, counting
 
@@ -85,14 +86,21 @@ async def test_what_outlives_the_drain_is_cancelled_with_an_error() -> None:
 
 async def test_the_end_of_a_drain_cancels_nothing_that_its_client_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler is away and confirms nothing: the answer is finished all the same."""
-    monkeypatch.setattr("gateway.session._OUTCOME_WAIT_S", 0.5)
+    outcome_wait_s, last_words_s = 2000.0, 3000.0  # over when the test says so
+    monkeypatch.setattr("gateway.session._OUTCOME_WAIT_S", outcome_wait_s)
+    monkeypatch.setattr("gateway.sessions._LAST_WORDS_S", last_words_s)
+    timers = HandTimers(monkeypatch, from_s=outcome_wait_s)
     backend = FakeBackend()
     backend.confirms_outcome = False
     with capture_logs() as logs:
-        async with running_gateway(backend) as running:
+        async with running_gateway(backend) as running, asyncio.TaskGroup() as group:
             record = await stream_chat(running.port, counting(3).body())
+            drain = group.create_task(running.gateway.sessions.drain(0.0))
+            await timers.until_armed(last_words_s)
             assert 1 == running.gateway.sessions.num_open
-            await running.gateway.sessions.drain(0.0)
+            timers.ring(outcome_wait_s)
+            async with asyncio.timeout(30):
+                await drain
 
     assert (counting(3).text(), "stop") == (record.text, record.finish_reason)
     assert [] == backend.only.cancel_reasons
