@@ -42,6 +42,7 @@ class FakeRequest:
     is_requeued: bool = False
     deliveries: list[scheduler_pb2.Delivered] = field(default_factory=list)
     context: Any = None  # of the Serve stream that counts
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)  # grpc takes one message of it at a time
     finish: decode_pb2.Finish | None = None
     is_detached: bool = False
     outcome: scheduler_pb2.Outcome | None = None
@@ -70,7 +71,8 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
         self.requests: dict[str, FakeRequest] = {}
         self.arrived = asyncio.Event()
         self.refusal: ServingError | None = None
-        self.failure_after: tuple[int, ServingError] | None = None  # fails the request after so many tokens
+        # Fails the request after so many tokens, which have been acknowledged: nothing of them is on its way.
+        self.failure_after: tuple[int, ServingError] | None = None
         self.failing_suffix = ""  # refusal and failure are for requests whose id ends so
         self.may_admit = _set_event()
         self.may_place = _set_event()
@@ -116,7 +118,8 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             raise self.refusal
         request = self.requests.setdefault(start.spec.request_id, FakeRequest(spec=spec_from_wire(start.spec)))
         request.starts.append(start)
-        request.context = context
+        writing = asyncio.Lock()
+        request.context, request.writing = context, writing
         self.arrived.set()
         request.touch()
         async with asyncio.TaskGroup() as group:
@@ -124,15 +127,15 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             if request.is_requeued:
                 await self._ask(request)
             else:
-                await context.write(self._down(queued=scheduler_pb2.Queued(position=len(self.requests) - 1)))
-            writing = asyncio.Lock()
+                async with writing:
+                    await context.write(self._down(queued=scheduler_pb2.Queued(position=len(self.requests) - 1)))
             place = group.create_task(self._place(request, context, writing))
             while request.outcome is None:
                 await request.changed.wait()
             async with writing:  # a task that is cancelled in the middle of a write takes the whole call with it
                 place.cancel()
-            if self.confirms_outcome:
-                await context.write(self._down(outcome=request.outcome))
+                if self.confirms_outcome:
+                    await context.write(self._down(outcome=request.outcome))
             reader.cancel()
 
     async def _place(self, request: FakeRequest, context: Any, writing: asyncio.Lock) -> None:
@@ -172,7 +175,9 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
 
     async def _ask(self, request: FakeRequest) -> None:
         requeued = scheduler_pb2.Requeued(attempt=request.attempt, reason="preempted")
-        await request.context.write(self._down(requeued=requeued))
+        context, writing = request.context, request.writing
+        async with writing:
+            await context.write(self._down(requeued=requeued))
 
     async def _take_delivered(self, request: FakeRequest, told: scheduler_pb2.Delivered, context: Any) -> None:
         request.deliveries.append(told)
@@ -267,6 +272,7 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
                 return
             is_failing = request.spec.request_id.endswith(self.failing_suffix)
             if self.failure_after is not None and is_failing and request.num_sent >= self.failure_after[0]:
+                await self._until_acked(request, self.failure_after[0])
                 self._end(request, _failed(self.failure_after[1]))
                 request.touch()
                 return
@@ -294,6 +300,10 @@ class FakeBackend(scheduler_pb2_grpc.SchedulerServicer, decode_pb2_grpc.DecodeSe
             if self.cut_streams_after is not None and request.num_sent >= self.cut_streams_after:
                 self.cut_streams_after = None
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+
+    async def _until_acked(self, request: FakeRequest, index: int) -> None:
+        while request.acked < index:
+            await request.changed.wait()
 
     async def _refuse_attach(self, attach: decode_pb2.Attach, context: Any) -> None:
         detail = error_to_detail(ServingError(ErrorCode.REQUEST_NOT_FOUND, "no such attempt"))
