@@ -18,11 +18,13 @@ from gateway.clients.scheduler import (
     Start,
 )
 from gateway.control import ControlLine
+from shared.domain.clock import Clock
 from shared.domain.errors import ErrorCode, ServingError
 from shared.domain.ids import Attempt, Incarnation, RequestId, TokenId, WorkerId
 from shared.domain.request import CancelReason, FinishReason, Outcome, RequestSpec, RequestState
 from shared.domain.sampling import SamplingParams
 from shared.process import RealClock
+from tests.support.hand_clock import HandClock
 
 SPEC = RequestSpec(request_id=RequestId("R"), prompt_ids=(TokenId(1),), max_tokens=4, sampling=SamplingParams(seed=1))
 QUEUED = Queued(position=0)
@@ -80,7 +82,9 @@ class FakeStream:
 class FakeScheduler:
     """Each dial gives the next stream, or raises."""
 
-    def __init__(self, *dials: list[Step] | Exception) -> None:
+    def __init__(self, *dials: list[Step] | Exception, clock: HandClock | None = None) -> None:
+        """Each dial takes 4 s of `clock`."""
+        self._clock = clock
         self._dials = list(dials)
         self.starts: list[Start] = []
         self.streams: list[FakeStream] = []
@@ -94,6 +98,8 @@ class FakeScheduler:
         """The last entry is repeated."""
         self.starts.append(start)
         on_leaving()
+        if self._clock is not None:
+            self._clock.advance(4.0)
         dial = self._dials.pop(0) if len(self._dials) > 1 else self._dials[0]
         if isinstance(dial, Exception):
             raise dial
@@ -104,6 +110,7 @@ class FakeScheduler:
 def line(
     scheduler: FakeScheduler,
     *,
+    clock: Clock | None = None,
     progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
     last_closed: Callable[[], int] = lambda: 0,
     on_queued: Callable[[Queued], None] = lambda _queued: None,
@@ -117,7 +124,7 @@ def line(
 
     return ControlLine(
         scheduler=cast("SchedulerClient", scheduler),
-        clock=RealClock(),
+        clock=clock or RealClock(),
         progress=progress,
         last_closed=last_closed,
         on_queued=on_queued,
@@ -222,16 +229,17 @@ async def test_where_no_other_scheduler_comes_the_client_hears_that_it_drains(mo
 
 
 async def test_without_a_scheduler_it_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what the broken link says; not before several tries."""
-    monkeypatch.setattr("gateway.control.ADMISSION_WAIT_S", 0.4)
+    """With what the broken link says; not before several tries: the third is the first behind 10 s."""
+    monkeypatch.setattr("gateway.control.ADMISSION_WAIT_S", 10.0)
     told = ServingError(ErrorCode.STATE_UNAVAILABLE, "nobody knows where it is")
-    scheduler = FakeScheduler(LinkBroken("test", told))
+    clock = HandClock()
+    scheduler = FakeScheduler(LinkBroken("test", told), clock=clock)
 
     with pytest.raises(ServingError) as caught:
-        await line(scheduler).run(SPEC)
+        await line(scheduler, clock=clock).run(SPEC)
 
     assert told is caught.value
-    assert len(scheduler.starts) > 1
+    assert 3 == len(scheduler.starts)
 
 
 async def test_after_admission_the_grace_bounds_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 from tests.support.chat import CHAT_PATH, ask, collect, stream_chat
 from tests.support.fake_backend import STOP, FakeBackend
-from tests.support.gateway_app import running_gateway, the_request, until, until_idle
+from tests.support.gateway_app import WAIT_S, running_gateway, the_request, until, until_idle
 from tests.support.http_client import open_request
 from tests.support.script import Script, counting
 
@@ -66,7 +66,10 @@ async def test_nothing_is_delivered_before_the_client_has_taken_it() -> None:
         body = {**script.body(), "stream": True}
         async with open_request(running.port, "POST", CHAT_PATH, body=body, receive_buffer=4096) as stream:
             request = await the_request(running)
-            await until(request, lambda seen: seen.num_sent == 200)
+            (session,) = running.gateway.sessions.of_request(request.spec.request_id)
+            async with asyncio.timeout(WAIT_S):
+                while session.usage.completion_tokens < 60:  # 300 KB: more than sockets hold
+                    await asyncio.sleep(0.01)
             await backend.requeue()
             await until(request, lambda seen: seen.is_detached)
             assert [] == request.deliveries
