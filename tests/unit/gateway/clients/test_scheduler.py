@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Container
 from dataclasses import replace
 from typing import NoReturn
 
@@ -85,8 +85,8 @@ async def test_a_start_carries_everything() -> None:
     )
 
 
-@pytest.mark.parametrize(("timeout_ms", "expected"), [(0, None), (50_000, 80)])
-async def test_a_deadline_is_the_calls_own_too(timeout_ms: int, expected: int | None) -> None:
+@pytest.mark.parametrize(("timeout_ms", "expected"), [(0, (None,)), (50_000, range(60, 82))])
+async def test_a_deadline_is_the_calls_own_too(timeout_ms: int, expected: Container[int | None]) -> None:
     """With some time for the scheduler's own word about it; without one the call lasts."""
     backend = FakeBackend()
     async with connected(backend) as (client, _):
@@ -95,7 +95,7 @@ async def test_a_deadline_is_the_calls_own_too(timeout_ms: int, expected: int | 
         left_s = backend.only.context.time_remaining()
         stream.close()
 
-    assert expected == (None if left_s is None else math.ceil(left_s / 10) * 10)
+    assert (None if left_s is None else math.ceil(left_s)) in expected
 
 
 async def test_a_cancel_on_the_stream_brings_the_outcome() -> None:
