@@ -4,11 +4,20 @@ import asyncio
 import os
 from pathlib import Path
 
+import pytest
+
+from cli import checks
 from cli.checks import wait_for_redis
 from cli.child import Child
 from cli.embedded_redis import plan_redis
 from cli.plan import DrainStage
 from cli.run_folder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the start of two processes, one behind the other: a hang alone takes longer."""
+    monkeypatch.setattr(checks, "REDIS_TIMEOUT_S", 60.0)
 
 
 async def test_the_planned_child_serves_its_url_again_after_a_restart(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_kill_9_of_the_parent_takes_the_child_along() -> None:
 def test_a_parent_that_is_gone_already_means_no_start() -> None:
     """It died between the fork and our asking the kernel: the command must not run at all."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "cli.leash", "1", sys.executable, "-c", "print('ran')"],
+        [sys.executable, "-P", "-m", "cli.leash", str(os.getppid()), sys.executable, "-c", "print('ran')"],
         check=False,
         capture_output=True,
         text=True,

@@ -31,7 +31,7 @@ def _spec(child_id: str, code: str, stage: DrainStage = DrainStage.CORE) -> Chil
 class _Run:
     """A supervisor, what it said, and its folder."""
 
-    def __init__(self, home: Path, *, drain_timeout_s: float = 10.0) -> None:
+    def __init__(self, home: Path, *, drain_timeout_s: float = 60.0) -> None:
         self.said: list[str] = []
         self.folder = RunFolder.create(home)
         self.supervisor = Supervisor(self.folder, drain_timeout_s=drain_timeout_s, say=self.said.append)
