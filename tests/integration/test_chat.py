@@ -98,7 +98,7 @@ def terminal(cluster: Cluster) -> Generator[Terminal]:
 # Their messages spell the words in hexadecimal: what is typed does not show what is answered.
 LONG = Script(pieces=[b"long "], repeat=1000, step_ms=50)
 SHORT = Script(pieces=[b"sh", b"ort"])
-STEADY = Script(pieces=[f"p{number} ".encode() for number in range(60)], step_ms=50)
+STEADY = Script(pieces=[f"p{number} ".encode() for number in range(100)], step_ms=50)
 
 
 def _talk(terminal: Terminal) -> tuple[bytes, bytes]:
@@ -142,7 +142,7 @@ async def test_an_answer_goes_on_behind_a_cut(cluster: Cluster) -> None:
             terminal.type(STEADY.message.encode() + b"\n")
             begun = await shown(b"p10 ")
             cut()
-            answer = begun + await shown(b"p59 ")
+            answer = begun + await shown(b"p99 ")
             assert STEADY.text().encode() == answer[answer.index(b"p0 ") :]
             await shown(b"the connection was cut; resumed")
             await shown(PROMPT)

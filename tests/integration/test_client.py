@@ -13,7 +13,8 @@ from tests.support.cluster import Cluster, ClusterPlan
 from tests.support.script import Script, counting
 from tests.support.tcp_proxy import tcp_proxy
 
-SCRIPT = counting(150, step_ms=20)
+NUM_WORDS = 150
+SCRIPT = counting(NUM_WORDS, step_ms=20)
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -30,6 +31,14 @@ def _read(urls: list[str], script: Script, on_text: Callable[[Answer], None]) ->
 
 async def test_cut_connections_do_not_show(cluster: Cluster) -> None:
     """Cut up to ten times in mid-answer: every token is there once, and the usage is that of one answer."""
+    for step_ms in (20, 100, 500):  # on a busy machine an answer may be over before it has been cut twice
+        if await num_resumed(cluster, counting(NUM_WORDS, step_ms=step_ms)) >= 2:
+            return
+    raise AssertionError("none of three answers was resumed twice")
+
+
+async def num_resumed(cluster: Cluster, script: Script) -> int:
+    """How often an answer that is cut wherever it may was resumed."""
     loop = asyncio.get_running_loop()
     async with tcp_proxy(cluster.port) as proxy:
 
@@ -46,15 +55,15 @@ async def test_cut_connections_do_not_show(cluster: Cluster) -> None:
                 loop.call_soon_threadsafe(cut_all)
 
         url = f"http://127.0.0.1:{proxy.port}"
-        answer = await asyncio.to_thread(_read, [url], SCRIPT, cut_now_and_then)
+        answer = await asyncio.to_thread(_read, [url], script, cut_now_and_then)
 
-    assert (SCRIPT.text(), "stop") == (answer.text, answer.finish_reason)
-    assert answer.num_resumed >= 2
+    assert (script.text(), "stop") == (answer.text, answer.finish_reason)
     assert answer.usage is not None
-    assert (SCRIPT.num_prompt_tokens, SCRIPT.num_pieces + 1) == (
+    assert (script.num_prompt_tokens, script.num_pieces + 1) == (
         answer.usage.prompt_tokens,
         answer.usage.completion_tokens,
     )
+    return answer.num_resumed
 
 
 async def test_an_answer_outlives_its_gateway() -> None:
