@@ -273,7 +273,8 @@ async def test_requests_wait_for_blocks(small_cluster: Cluster) -> None:
 
 async def test_a_full_queue_sheds(small_cluster: Cluster) -> None:
     """One more than the queue holds gets 429 with Retry-After at once; those in the queue keep their places."""
-    holding = padded(["x"], num_prompt_tokens=TWO_BUDGETS, prefill_ms=20_000)
+    # Nothing is placed beside it before half of it is computed, in ten seconds.
+    holding = padded(["x"], num_prompt_tokens=2 * TWO_BUDGETS, prefill_ms=20_000)
     async with AsyncExitStack() as stack:
         holder = await stack.enter_async_context(live(small_cluster, holding))
         await wait_for_state(small_cluster, "prefilling")

@@ -56,7 +56,7 @@ async def test_keep_alives_between_tokens(cluster: Cluster) -> None:
 
     times = sorted([*record.delta_times, *(comment.at for comment in record.comments)])
     assert median(later - earlier for earlier, later in pairwise(times)) < 1.5
-    assert record.delta_times[-1] - record.delta_times[0] > 4.0
+    assert record.delta_times[-1] - record.delta_times[0] > 3.0, "the tokens were not apart"
     assert script.text() == record.text
 
 
