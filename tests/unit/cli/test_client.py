@@ -104,7 +104,7 @@ def test_nobody_there(unused_tcp_port: int) -> None:
 
 def test_the_readme_s_example(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     """As written, but for the port: text, reason and usage."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     (code,) = (block for block in blocks if "cli.client" in block)
 
     exec(compile(code.replace("http://127.0.0.1:8000", gateway.url), "README.md", "exec"), {})

@@ -4,6 +4,7 @@ import pytest
 
 PATIENCE_S = 60.0
 LIMITS = (
+    "gateway.answer._LINGER_S",
     "gateway.clients.scheduler._CANCEL_TIMEOUT_S",
     "gateway.control.ADMISSION_WAIT_S",
     "gateway.control.GRACE_S",

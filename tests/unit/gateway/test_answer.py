@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from gateway.answer import CONNECTION_EXTENSION, Answer, ClientLink, Frame, Head
 from shared.process import RealClock
 
@@ -128,8 +130,9 @@ async def test_a_server_that_cancels_the_answer_counts_as_the_client_leaving() -
     assert 1 == client.num_gone
 
 
-async def test_a_client_that_takes_nothing_stalls() -> None:
+async def test_a_client_that_takes_nothing_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is sent the last bytes without waiting, and its connection is cut a while later."""
+    monkeypatch.setattr("gateway.answer._LINGER_S", 10.0)
     client = Client()
     client.may_take.clear()
     client.pending = 5

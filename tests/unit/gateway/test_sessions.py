@@ -118,7 +118,11 @@ async def test_a_client_that_has_not_read_its_end_when_the_gateway_goes_was_canc
         async with running_gateway(backend) as running:
             body = {**script.body(), "stream": True}
             async with open_request(running.port, "POST", CHAT_PATH, body=body, receive_buffer=4096):
-                await running.gateway.sessions.drain(0.5)
+                (session,) = running.gateway.sessions.of_request(running.backend.only.spec.request_id)
+                async with asyncio.timeout(30):
+                    while session.usage.completion_tokens < 41:  # its answer is complete here
+                        await asyncio.sleep(0.01)
+                await running.gateway.sessions.drain(0.0)
                 running.gateway.sessions.close()
                 await until_idle(running)
 

@@ -224,9 +224,11 @@ async def test_a_scheduler_that_was_replaced_and_lives_is_left(monkeypatch: pyte
     old, new = FakeBackend(), FakeBackend()
     metrics, pool = Metrics("gateway", "g"), ChannelPool("")
     place: list[str | None] = []
+    was_away = asyncio.Event()
 
     async def locate() -> str:
         if place[-1] is None:
+            was_away.set()
             raise ServingError(ErrorCode.STATE_UNAVAILABLE, "Redis is away")
         return place[-1]
 
@@ -236,7 +238,10 @@ async def test_a_scheduler_that_was_replaced_and_lives_is_left(monkeypatch: pyte
         watching = group.create_task(client.watch_place())
         stream = await client.serve(start())
         assert isinstance(await stream.read(), Queued)
-        place.extend([None, new.address])
+        place.append(None)
+        async with asyncio.timeout(30):
+            await was_away.wait()
+        place.append(new.address)
         with pytest.raises(LinkBroken):
             await read_to_the_end(stream)
         stream = await client.serve(start())
