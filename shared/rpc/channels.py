@@ -33,6 +33,7 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_retries", 0),  # what is repeated is decided by us, with a request's attempt in hand
     ("grpc.use_local_subchannel_pool", 1),  # closing a channel closes its connection
+    ("grpc.enable_http_proxy", 0),  # the environment's `http_proxy` is a way out, not one between our processes
 )
 
 

@@ -201,6 +201,16 @@ async def test_one_channel_an_address(pool: ChannelPool) -> None:
         assert channel is not pool.get(running.address)
 
 
+async def test_no_proxy_stands_between_our_processes(pool: ChannelPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that leads out by a proxy changes nothing in here."""
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with serving() as running:
+        await scheduler_pb2_grpc.SchedulerStub(pool.get(running.address)).Status(scheduler_pb2.StatusRequest())
+
+
 async def test_nobody_there_then_somebody(pool: ChannelPool) -> None:
     """A refused connection is NO_CAPACITY at once; the same channel finds a server that starts later."""
     with bind("127.0.0.1", 0) as taken:  # and not listening: nobody else gets the port, and the server may join
