@@ -293,7 +293,7 @@ async def test_a_scheduler_that_was_replaced_and_lives_is_left(monkeypatch: pyte
     monkeypatch.setattr(worker_session, "LOOK_INTERVAL_S", 0.01)
     async with bench([welcome()], [welcome(5)]) as b:
         await b.scheduler.until(lambda: b.session.is_established)
-        b.scheduler.host = "localhost"
+        b.scheduler.host = "ipv4:127.0.0.1"  # another name of the same place, which needs no resolver
         await b.scheduler.until(lambda: bool(b.scheduler.heard(1)) and b.session.highest_epoch == 5)
         assert 4 == b.scheduler.heard(1)[0].hello.scheduler_epoch
 
