@@ -42,8 +42,9 @@ async def decode_metrics(cluster: Cluster) -> Scrape:
 
 
 def script_of(number: int) -> Script:
-    """Each its own words, so that a token of another shows."""
-    return Script(pieces=[f"{number}", *(f"-{number}{letter}" for letter in "abcde"), ". "], repeat=NUM_ROUNDS)
+    """Each its own words, so that a token of another shows. It lasts for seconds: all are there before the first ends."""
+    pieces = [f"{number}", *(f"-{number}{letter}" for letter in "abcde"), ". "]
+    return Script(pieces=pieces, repeat=NUM_ROUNDS, step_ms=3)
 
 
 async def test_more_answers_than_blocks(small_cluster: Cluster) -> None:
