@@ -95,7 +95,9 @@ async def test_a_stalled_answer_that_has_no_end_is_cut_without_a_complaint(caplo
         server.should_exit = True
         await serving
     client.close()
-    assert [] == [record.message for record in caplog.records if record.levelname == "ERROR"]
+    # Of the server alone: what the collector of garbage finds of other tests is told as an error, too.
+    complaints = [record.message for record in caplog.records if record.name.startswith("uvicorn")]
+    assert [] == complaints
 
 
 @contextlib.asynccontextmanager
