@@ -23,7 +23,14 @@ from tests.support.worker_pair import (
     worker_pair,
 )
 
-LONG_S = 120.0  # instead of a limit of ours that is not what the test is about
+LONG_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Who waits here for the test's next word, on however slow a machine, is not given up in the meantime."""
+    monkeypatch.setattr("decode_worker.lapse.PARKED_S", LONG_S)
+    monkeypatch.setattr("shared.rpc.worker_life.DEAD_LINGER_S", LONG_S)
 
 
 async def _attached(pair: WorkerPair, key: RequestKey, reserved: scheduler_pb2.Reserved) -> FakeGateway:
@@ -144,9 +151,8 @@ async def test_a_fault_in_the_engine_fails_that_attempt_alone(fail_at: int, work
             await pair.scheduler.idle(worker, 1024)
 
 
-async def test_a_dead_engine_fails_what_ran_and_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dead_engine_fails_what_ran_and_takes_nothing_more() -> None:
     """OPS-02: not ready, not alive, the running attempt told as failed, its blocks free, and the next one refused."""
-    monkeypatch.setattr("shared.rpc.worker_life.DEAD_LINGER_S", LONG_S)
     engine = scripted_engine(1024)
     spec = scripted_spec("r", ["a"], repeat=1000, step_ms=10)
     key = key_of("r")
@@ -175,9 +181,8 @@ def _broken(rows: object) -> list[object]:
 # ---- gateways
 
 
-async def test_a_full_outbox_stops_the_sequence_and_room_lets_it_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_outbox_stops_the_sequence_and_room_lets_it_go_on() -> None:
     """Without acknowledgements a sequence computes what its outbox holds and keeps its blocks; then it goes on, exactly."""
-    monkeypatch.setattr("decode_worker.lapse.PARKED_S", LONG_S)
     spec = scripted_spec("r", ["a", "b", "c"], repeat=30)
     key = key_of("r")
     async with worker_pair(outbox_tokens=8) as pair:
@@ -327,9 +332,8 @@ async def test_a_scheduler_of_an_older_epoch_is_refused() -> None:
         assert {RefusedKind.STALE_EPOCH: 1} == refused(pair.decode.metrics)
 
 
-async def test_a_worker_that_is_told_to_stop_finishes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_is_told_to_stop_finishes_what_it_has() -> None:
     """Draining is told at once, new work is refused, the running answer ends in full, then the worker leaves."""
-    monkeypatch.setattr("decode_worker.lapse.PARKED_S", LONG_S)
     spec = scripted_spec("r", ["a"], repeat=40)
     key = key_of("r")
     async with worker_pair(drain_timeout_s=LONG_S, outbox_tokens=8) as pair:

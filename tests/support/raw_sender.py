@@ -21,6 +21,7 @@ from tests.support.cancelled_calls import say_first
 from tests.support.worker_pair import WorkerPair, key_of, scripted_engine
 
 SENDER = Incarnation(4711)
+ANSWER_S = 60.0  # a hang alone takes longer
 
 
 class RawSender:
@@ -68,7 +69,8 @@ class RawSender:
                 layout=layout_to_wire(layout or self.layout),
                 transports=self._pair.transports,
                 shm_proof_path=self._proof.path,
-            )
+            ),
+            timeout=ANSWER_S,
         )
 
     async def open(self, *, spoiled: str = "") -> "RawPush":
@@ -110,7 +112,8 @@ class RawSender:
                 sender_incarnation=self.incarnation,
                 receiver_incarnation=self.target.incarnation,
                 token_id=self.first_token if token_id is None else token_id,
-            )
+            ),
+            timeout=ANSWER_S,
         )
         return reject_from_wire(reply.rejected)
 
