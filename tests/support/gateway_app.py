@@ -20,7 +20,7 @@ from shared.state.stream_log import StreamLog
 from shared.text.chat import ChatTokenizer
 from tests.support.fake_backend import FakeBackend, FakeRequest, running
 
-WAIT_S = 30.0
+WAIT_S = 90.0  # a hang alone takes longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from tests.support.gateway_app import RunningGateway, running_gateway
 from tests.support.http_client import HttpStream, exchange, open_request
 from tests.support.script import Script, counting
 
-WAIT_S = 30.0
+WAIT_S = 90.0  # a hang alone takes longer
 USAGE = {"stream_options": {"include_usage": True}}
 
 
