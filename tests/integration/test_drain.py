@@ -31,9 +31,10 @@ pytestmark = pytest.mark.timeout(600)
 def doubled_system() -> Generator[Cluster]:
     """Two of each role that `up` keeps several of; workers hand over after some seconds.
 
-    On a Redis that is not its own, so that its scheduler obeys the lease rules of several.
+    On a Redis that is not its own, so that its scheduler obeys the lease rules of several. Of the ten seconds that a
+    gateway waits for a scheduler the wait for an absent lease takes one, not three: the rest is for a slow machine.
     """
-    plan = ClusterPlan().scripted().prefill(2).decode(2).gateways(NUM_GATEWAYS)
+    plan = ClusterPlan().scripted().prefill(2).decode(2).gateways(NUM_GATEWAYS).setting("lease_absent_s", 1)
     with (
         own_redis() as redis,
         plan.redis_url(redis.url).setting("redis_timeout_s", 10).setting("drain_timeout_s", 4).start() as cluster,
@@ -90,8 +91,10 @@ def last_end(cluster: Cluster, child_id: str) -> str:
 
 
 async def stop(cluster: Cluster, child_id: str) -> Service:
-    """SIGTERM."""
-    service = await find(cluster, child_id)
+    """SIGTERM. It is there, but the gateway may not hear of it at once from a scheduler that is busy."""
+    service = await eventually(
+        lambda: find(cluster, child_id), lambda _: True, within_s=BACK_WITHIN_S, what=f"{child_id} is there"
+    )
     os.kill(service.live_pid, signal.SIGTERM)
     return service
 
