@@ -40,6 +40,10 @@ class _Run:
         path = self.folder.log_path(child_id)
         return path.read_text() if path.exists() else ""
 
+    async def until_up(self, child_id: str, num_starts: int = 1) -> None:
+        """It has said so, and the supervisor has it: it may have spoken before its start was seen here."""
+        await self.until(lambda: self.log(child_id).count("up") == num_starts and child_id in self.supervisor.pids)
+
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Bounded polling of another process's output."""
         async with asyncio.timeout(30):
@@ -60,11 +64,11 @@ async def test_a_dead_child_is_started_again_and_it_is_said(tmp_path: Path) -> N
     run = _Run(tmp_path)
     async with asyncio.TaskGroup() as group:
         scope.spawn(group, run.supervisor.keep(_spec("decode-0", WAITS)), name="decode-0")
-        await run.until(lambda: run.log("decode-0").count("up") == 1)
+        await run.until_up("decode-0")
         run.supervisor.set_ready()
         first = run.supervisor.pids["decode-0"]
         os.kill(first, 9)
-        await run.until(lambda: run.log("decode-0").count("up") == 2)
+        await run.until_up("decode-0", 2)
 
         assert first != run.supervisor.pids["decode-0"]
         await run.supervisor.stop()
@@ -87,7 +91,8 @@ async def test_drain_goes_stage_by_stage(tmp_path: Path) -> None:
     async with asyncio.TaskGroup() as group:
         for child_id, stage in stages.items():
             scope.spawn(group, run.supervisor.keep(_spec(child_id, code, stage)), name=child_id)
-        await run.until(lambda: all("up" in run.log(child_id) for child_id in stages))
+        for child_id in stages:
+            await run.until_up(child_id)
         await run.supervisor.stop()
 
     assert ["gateway-0", "decode-0", "redis"] == order.read_text().split()
@@ -99,7 +104,7 @@ async def test_one_that_does_not_drain_is_killed(tmp_path: Path) -> None:
     run = _Run(tmp_path, drain_timeout_s=0.2)
     async with asyncio.TaskGroup() as group:
         scope.spawn(group, run.supervisor.keep(_spec("decode-0", IGNORES)), name="decode-0")
-        await run.until(lambda: "up" in run.log("decode-0"))
+        await run.until_up("decode-0")
         pid = run.supervisor.pids["decode-0"]
         await run.supervisor.stop()
 
@@ -140,7 +145,7 @@ async def test_a_child_that_cannot_be_started_is_tried_again(tmp_path: Path, mon
         scope.spawn(group, run.supervisor.keep(_spec("decode-0", IGNORES)), name="decode-0")
         await run.until(lambda: len(run.said) >= 2)
         run.folder.path.mkdir()
-        await run.until(lambda: "up" in run.log("decode-0"))
+        await run.until_up("decode-0")
         run.supervisor.kill()
 
     assert run.said[0].startswith("decode-0 cannot be started: ")
@@ -157,7 +162,7 @@ async def test_kill_ends_everything_at_once(tmp_path: Path) -> None:
     )
     async with asyncio.TaskGroup() as group:
         scope.spawn(group, run.supervisor.keep(_spec("decode-0", code)), name="decode-0")
-        await run.until(lambda: "up" in run.log("decode-0"))
+        await run.until_up("decode-0")
         inner = int(run.log("decode-0").split()[0])
         run.supervisor.kill()
 
