@@ -46,7 +46,9 @@ class Holders:
 
 
 def _inodes(port: int) -> set[str]:
-    # grpc's sockets are of the second kind, also for IPv4.
+    # grpc's sockets are of the second kind, also for IPv4. Thousands of lines on a busy machine: most are not taken apart,
+    # since the proxies wait meanwhile.
+    ending = f":{port:04X}"
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    fields = [line.split() for lines in tables for line in lines]
-    return {each[9] for each in fields if int(each[1].rpartition(":")[2], 16) == port} - {"0"}
+    fields = [line.split() for lines in tables for line in lines if ending in line]
+    return {each[9] for each in fields if each[1].endswith(ending)} - {"0"}
