@@ -90,7 +90,7 @@ async def stage(schedule: Schedule, transcripts: Path, *, is_scripted: bool = Tr
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(own_redis())
         holders = Holders(lambda: [pid for cluster in known for pid in cluster.pids()])
-        redis_link = await stack.enter_async_context(tcp_proxy(redis.port, holders.of))
+        redis_link = await stack.enter_async_context(tcp_proxy(redis.port, holders.names))
         # In a thread: the system starts through the proxy that runs here.
         starting = plan.redis_url(f"redis://127.0.0.1:{redis_link.port}/0").start()
         cluster = await asyncio.to_thread(starting.__enter__)

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 Target: TypeAlias = int | Callable[[], Awaitable[int]]
 """The port behind it, or who tells it for each new connection (raises OSError where there is none)."""
+NamesOf: TypeAlias = Callable[[Collection[int]], Mapping[int, str]]
+"""Names clients by the ports that they dial from; whoever is not known is left out. Asked in a thread, too."""
 EVERYONE = ""
 
 
@@ -26,10 +28,9 @@ class _Connection:
 class TcpProxy:
     """Forwards to one port. What a cut connection carried is lost. `of`: the clients of this name alone."""
 
-    def __init__(self, target: Target, name_of: Callable[[int], str] | None = None) -> None:
-        """`name_of` names a client by the port that it dials from."""
+    def __init__(self, target: Target, names_of: NamesOf | None = None) -> None:
         self._target = target
-        self._name_of = name_of
+        self._names_of = names_of
         self._connections: set[_Connection] = set()
         self._cut: set[str] = set()
         self._delays_s: dict[str, float] = {}
@@ -50,6 +51,8 @@ class TcpProxy:
     def slow(self, delay_s: float, of: str = EVERYONE) -> None:
         """Holds every reply back for so long; 0 = no more."""
         self._delays_s[of] = delay_s
+        if of != EVERYONE:
+            self._identify(self._connections)
 
     def cut(self, of: str = EVERYONE) -> None:
         """Closes every connection, and each new one at once until `restore`."""
@@ -71,13 +74,17 @@ class TcpProxy:
             connection.gate.set()
 
     def _of(self, of: str) -> list[_Connection]:
-        return [each for each in self._connections if of in (EVERYONE, self._name(each))]
+        if of == EVERYONE:
+            return list(self._connections)
+        self._identify(self._connections)
+        return [each for each in self._connections if each.of == of]
 
-    def _name(self, connection: _Connection) -> str:
-        """Looked up when it is needed: who dialled early may not have been known then."""
-        if not connection.of and self._name_of is not None:
-            connection.of = self._name_of(connection.client_port)
-        return connection.of
+    def _identify(self, connections: Iterable[_Connection]) -> None:
+        """Only when it is needed, all by one look: who dialled early may not have been known then."""
+        unknown = {each.client_port: each for each in connections if not each.of}
+        if unknown and self._names_of is not None:
+            for port, name in self._names_of(unknown).items():
+                unknown[port].of = name
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until either end closes it."""
@@ -90,6 +97,9 @@ class TcpProxy:
         connection.gate.set()
         self._connections.add(connection)
         try:
+            if any(self._cut) or any(name for name, delay_s in self._delays_s.items() if delay_s > 0):
+                # In a thread: everybody else's messages go through this loop.
+                await asyncio.to_thread(self._identify, [connection])
             if self._is_cut(connection):
                 self.num_refused += 1
                 self.refused.set()
@@ -118,10 +128,10 @@ class TcpProxy:
             await asyncio.wait(self._tasks)
 
     def _is_cut(self, connection: _Connection) -> bool:
-        return bool(self._cut) and not self._cut.isdisjoint({EVERYONE, self._name(connection)})
+        return not self._cut.isdisjoint({EVERYONE, connection.of})
 
     def _delay_of(self, connection: _Connection) -> float:
-        return max(self.delay_s, self._delays_s.get(self._name(connection), 0.0)) if self._delays_s else 0.0
+        return max(self.delay_s, self._delays_s.get(connection.of, 0.0))
 
 
 async def _copy(
@@ -137,9 +147,9 @@ async def _copy(
 
 
 @contextlib.asynccontextmanager
-async def tcp_proxy(target: Target, name_of: Callable[[int], str] | None = None) -> AsyncGenerator[TcpProxy]:
+async def tcp_proxy(target: Target, names_of: NamesOf | None = None) -> AsyncGenerator[TcpProxy]:
     """A running proxy in front of a port on loopback; its own port is in `port`."""
-    proxy = TcpProxy(target, name_of)
+    proxy = TcpProxy(target, names_of)
     server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0)
     proxy.port = server.sockets[0].getsockname()[1]
     try:
