@@ -12,6 +12,7 @@ A slot is written again only after its frame's acknowledgement, so one segment i
 the lowest free one is taken, so that a fast receiver keeps a transfer in one or two of them, and in the caches.
 """
 
+import contextlib
 import fcntl
 import heapq
 import mmap
@@ -93,11 +94,10 @@ class StagingSegment:
         """Raises OSError."""
         self._descriptor = sealed_file(SEGMENT_BYTES)
         try:
-            self._map = mmap.mmap(self._descriptor, SEGMENT_BYTES)
+            self._view = memoryview(mmap.mmap(self._descriptor, SEGMENT_BYTES))
         except OSError:
             os.close(self._descriptor)
             raise
-        self._view = memoryview(self._map)
         self.path = path_of(self._descriptor)
         self._free = list(range(MAX_UNACKNOWLEDGED_FRAMES))
         self._taken: dict[int, int] = {}  # frame number -> slot
@@ -131,10 +131,9 @@ class StagingSegment:
         return self._view[offset : offset + num_bytes]
 
     def close(self) -> None:
-        """The memory goes when the receiver has unmapped it as well."""
-        self._view.release()
+        """The memory goes when the receiver has unmapped it as well, and no copy has a part of it in hand."""
         os.close(self._descriptor)
-        _unmap(self._map)
+        _unmap(self._view)
 
 
 class StagingPool:
@@ -188,12 +187,11 @@ class StagingView:
         self._expected = _HEADER.pack(_MAGIC, transfer_id, sender)
         descriptor = open_peer(path, num_bytes)
         try:
-            self._map = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
+            self._view = memoryview(mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ))
         except OSError as error:
             raise StagingError(f"cannot be mapped: {error.strerror}") from error
         finally:
             os.close(descriptor)
-        self._view = memoryview(self._map)
         if not self.is_valid:
             self.close()
             raise StagingError("the segment is another transfer's")
@@ -213,12 +211,15 @@ class StagingView:
 
     def close(self) -> None:
         """Unmapped at once, or when the copy that still reads it has returned."""
-        self._view.release()
-        _unmap(self._map)
+        _unmap(self._view)
 
 
-def _unmap(mapping: mmap.mmap) -> None:
-    try:
+def _unmap(view: memoryview) -> None:
+    """The mapping is known to its views alone, so that it goes with the last of them: who has had a segment may be part
+    of a cycle (a stream, and the error that broke it), and an idle process collects no garbage.
+    """
+    mapping = view.obj
+    view.release()
+    assert isinstance(mapping, mmap.mmap)
+    with contextlib.suppress(BufferError):  # a copy has a part of it in hand
         mapping.close()
-    except BufferError:  # a copy has a part of it in hand: it goes with that
-        return

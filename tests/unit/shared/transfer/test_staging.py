@@ -115,20 +115,23 @@ def test_a_segment_is_fenced_by_its_transfer(segment: StagingSegment) -> None:
 
 
 def test_a_view_stays_while_a_copy_has_a_part_in_hand(segment: StagingSegment) -> None:
-    """Also when both ends have closed: the memory goes with the last that reads it."""
+    """Also when both ends have closed: the memory goes with the last that reads it, whoever still knows the two ends."""
+    before = (_num_mapped(), _open_files())
     other = StagingSegment()
     other.claim(TRANSFER, SENDER)
     view = _view(other)
     offset = other.take_slot(1)
     with other.part(offset, 3) as part:
         part[:] = b"abc"
-    seen = view.part(offset, 3)
+    seen, written = view.part(offset, 3), other.part(offset, 3)
     view.close()
     other.close()
 
-    assert b"abc" == seen
-    del view, other
-    seen.release()
+    assert b"abc" == seen == written
+    for part in (seen, written):
+        part.release()
+    assert before == (_num_mapped(), _open_files())
+    assert view is not other
 
 
 def test_only_sealed_files_of_other_processes_are_opened(tmp_path: Path) -> None:
