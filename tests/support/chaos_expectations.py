@@ -108,6 +108,8 @@ TABLE: tuple[Row, ...] = (
     ),
     # A gateway that is silent for 4 s and its grace of 5 s is lost to the scheduler.
     Row(kinds=_STILL, target="gateway", code="cancelled", aftermath_s=LOST_AFTER_S),
+    # One that is cut off from Redis cannot learn who took a dead scheduler's place; that one waits for it no longer.
+    Row(kinds=_REDIS_LINK, target="gateway", code="cancelled", aftermath_s=LOST_AFTER_S),
     # One that is being stopped takes nothing new, and cuts off what is left of plain answers at its drain's end.
     Row(kinds=frozenset({FaultKind.TERMINATE}), target="gateway", code="draining", aftermath_s=SLACK_S),
     # It is gone, or not there again yet.

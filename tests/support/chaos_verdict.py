@@ -114,7 +114,8 @@ def _outcome_problems(done: Done, lines: list[dict[str, Any]]) -> list[str]:
         allowed = _outcomes_for(seen)
         if not said and not (question.is_resumable or None in allowed or may_lack_its_line(seen, done.applied)):
             problems.append(f"{seen}; the gateway wrote nothing")
-        if len(said) > _max_lines(question) or (said and not question.is_resumable and not set(said) <= set(allowed)):
+        is_other = not question.is_resumable and not all(_may_be_written(line, allowed) for line in own_lines)
+        if len(said) > _max_lines(question) or is_other:
             problems.append(f"{seen}; the gateway wrote {said}")
         for line in own_lines:
             counted = line["completion_tokens"]
@@ -134,6 +135,11 @@ def _max_lines(question: Question) -> int:
     if question.is_resumable:
         return 1_000
     return 1 if question.num_choices == 1 else 1 + question.num_choices
+
+
+def _may_be_written(line: Mapping[str, Any], allowed: tuple[str | None, ...]) -> bool:
+    """One of several answers may be complete where another has failed, and the whole with it."""
+    return line["outcome"] in allowed or (line["outcome"] == "finished" and "." in line["request_id"])
 
 
 def _outcomes_for(seen: Seen) -> tuple[str | None, ...]:
